@@ -1,0 +1,236 @@
+"""The one typed schema of a run. A YAML file fills it, ``--set a.b=c`` overrides it, an unknown key is an error.
+
+Paths are relative to where the command runs. A run's stages write below ``output``:
+``replies/ states/{train,greedy,sampled}/ train/ export/ bench/ report/``.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eyas.errors import EyasError
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetConfig(Section):
+    """The model whose decoding is to be sped up."""
+
+    model: str = Field(description="HF folder, hub id, or 'package:smollm2' (SmolLM2-135M-Instruct from PyPI)")
+    revision: str | None = Field(None, description="hub revision; None takes the default branch and records its commit")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = Field("auto", description="'auto' (cuda if there is one), 'cpu', 'cuda:0' ...")
+    trust_remote_code: bool = Field(False, description="run Python code that the model's repository ships")
+
+
+class SourceConfig(Section):
+    """Where prompts or conversations come from."""
+
+    source: str = Field(
+        description="JSONL or Parquet file with 'messages' or 'prompt' rows, 'hub:owner/name', or 'package:NAME' (data_prep/packaged_prompts.py)"
+    )
+    families: list[str] | None = Field(None, description="package sources: which prompt families; None takes all of them")
+    category: str = Field("chat", description="label by which acceptance is reported")
+    limit: int | None = Field(None, ge=1, description="at most so many prompts, chosen by seed")
+
+
+class HeldoutConfig(Section):
+    """Prompts kept out of training, answered greedily and at the serving temperature."""
+
+    prompts: int = Field(48, ge=1, description="held-out prompts taken from prep.sources, spread evenly over categories")
+    extra: list[SourceConfig] = Field(default_factory=list, description="held-out prompts from elsewhere, never trained on")
+    near_duplicate: float = Field(
+        0.8, gt=0, le=1, description="Jaccard similarity of 5-gram shingles from which a training prompt counts as held-out"
+    )
+
+
+class RepliesConfig(Section):
+    """How conversations get their replies."""
+
+    mode: Literal["generate", "given"] = Field("generate", description="the target answers (on-policy), or replies in the data are used")
+    temperature: float = Field(0.7, ge=0, le=2, description="of training replies; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    serving_temperature: float = Field(1.0, gt=0, le=2, description="of the second held-out set")
+    max_new_tokens: int = Field(192, ge=1)
+    batch_size: int = Field(64, ge=1, description="sequences decoded together")
+    unfinished: Literal["keep", "drop"] = Field("keep", description="replies cut by the limit: kept without an end token, or dropped")
+
+
+class StatesConfig(Section):
+    """The hidden-state store."""
+
+    dtype: Literal["bfloat16", "fp8"] = Field("bfloat16", description="fp8 is e4m3 with one scale per 128 values")
+    layers: list[int] | None = Field(
+        None, description="k means HF hidden_states[k]; None: the warm start's own layers, from scratch [2, L//2, L-3]"
+    )
+    batch_tokens: int = Field(4096, ge=1, description="tokens of one capture forward, padding included")
+    shard_mb: int = Field(256, ge=1, description="a shard is closed at this size")
+    recheck: float = Field(0.02, ge=0, le=1, description="share of rows captured again, alone, and compared")
+
+
+class PrepConfig(Section):
+    """From prompts to hidden states."""
+
+    sources: list[SourceConfig] = Field(min_length=1)
+    heldout: HeldoutConfig = HeldoutConfig()
+    replies: RepliesConfig = RepliesConfig()
+    states: StatesConfig = StatesConfig()
+    max_length: int = Field(2048, ge=8, description="rows longer than this many tokens are quarantined")
+    max_quarantine: float = Field(0.1, ge=0, le=1, description="share of unusable rows above which the run stops")
+
+
+class DrafterConfig(Section):
+    """The drafter to start from, and the shape of a fresh one."""
+
+    init: str = Field(description="'scratch', a drafter folder, or 'hub:owner/name[@revision]'")
+    draft_vocab_size: int | None = Field(None, ge=1, description="from scratch: size of the draft vocabulary; None keeps the target's")
+    intermediate_size: int | None = Field(None, ge=1, description="from scratch; None takes the target's")
+
+
+class TrainConfig(Section):
+    """Training-time test, optimiser and schedule."""
+
+    ttt_steps: int = Field(7, ge=1, le=16)
+    step_weight_decay: float = Field(0.8, gt=0, le=1, description="step j of the training-time test weighs decay ** j")
+    epochs: int = Field(3, ge=1)
+    max_steps: int | None = Field(None, ge=1, description="stop after so many optimiser steps")
+    max_minutes: float | None = Field(
+        None, gt=0, description="stop the stage after this long; the schedule follows the clock (not bit-reproducible)"
+    )
+    batch_tokens: int = Field(4096, ge=1, description="packed tokens of a micro-batch, per process")
+    accumulation: int = Field(1, ge=1, description="micro-batches per optimiser step")
+    learning_rate: float = Field(3e-4, gt=0)
+    warmup_share: float = Field(0.05, ge=0, lt=1, description="share of the steps in which the rate climbs linearly")
+    final_rate_share: float = Field(0.05, ge=0, le=1, description="cosine decay ends at this share of learning_rate")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = Field(0.5, gt=0)
+    precision: Literal["bf16", "fp32"] = "bf16"
+    evaluate_every: int = Field(50, ge=1, description="steps between offline acceptance measurements")
+    checkpoint_every: int = Field(100, ge=1, description="steps between resumable checkpoints")
+    keep_checkpoints: int = Field(2, ge=1)
+    log_every: int = Field(5, ge=1)
+    trackers: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
+
+
+class EngineConfig(Section):
+    """How the target and drafter are served for measuring."""
+
+    kind: Literal["embedded"] = "embedded"
+    draft_steps: int = Field(3, ge=1, le=16, description="drafts per verify step (top-k 1, so num_draft_tokens is one more)")
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
+    context: int = Field(4096, ge=16, description="tokens of prompt and reply together")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+class EvalConfig(Section):
+    """What is measured."""
+
+    temperature: float = Field(0.0, ge=0, le=2)
+    max_new_tokens: int = Field(128, ge=1)
+    prompts: int = Field(48, ge=1, description="held-out prompts served, spread evenly over categories")
+    warmup_prompts: int = Field(2, ge=0)
+    bootstrap: int = Field(2000, ge=100, description="resamples behind each confidence interval")
+    compare: list[str] = Field(
+        default_factory=list, description="more drafter folders measured side by side; the warm start is always among them"
+    )
+
+
+class Config(Section):
+    """A whole run."""
+
+    output: Path
+    seed: int = Field(0, ge=0)
+    target: TargetConfig
+    prep: PrepConfig
+    drafter: DrafterConfig
+    train: TrainConfig = TrainConfig()
+    engine: EngineConfig = EngineConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        if self.drafter.init != "scratch" and (self.drafter.draft_vocab_size or self.drafter.intermediate_size):
+            raise ValueError("drafter: draft_vocab_size and intermediate_size shape a fresh drafter; a warm start keeps its own")
+        return self
+
+    def folder(self, stage: str) -> Path:
+        """Where a stage of this run writes, e.g. ``replies``, ``states/train``, ``train``, ``export``."""
+        return self.output / stage
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML config and apply ``a.b=value`` overrides (values are YAML).
+
+    Raises EyasError in one line: file, key, what is wrong, and the nearest known key for a misspelt one.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EyasError(f"config {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise EyasError(f"cannot read config {path}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise EyasError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(values, dict):
+        raise EyasError(f"{path}: expected a mapping of sections (output, target, prep, ...), found {type(values).__name__}")
+    for override in overrides or []:
+        _apply(values, override)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise EyasError(f"{path}: " + "; ".join(_describe(item) for item in error.errors())) from None
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise EyasError(f"--set {override}: expected KEY=VALUE, e.g. --set train.epochs=1")
+    *parents, leaf = key.split(".")
+    section = values
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise EyasError(f"--set {override}: {parent} is not a section")
+    try:
+        section[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise EyasError(f"--set {override}: the value is not valid YAML") from None
+
+
+def _describe(item: Any) -> str:
+    path = [str(part) for part in item["loc"]]
+    where = ".".join(path) or "config"
+    if item["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(path[-1], _known_keys(path[:-1]), n=1)
+        return f"{where}: unknown key" + (f", did you mean {close[0]!r}?" if close else "")
+    if item["type"] == "missing":
+        return f"{where}: missing"
+    got = f", got {item['input']!r}" if not isinstance(item["input"], dict) else ""
+    return f"{where}: {item['msg'].removeprefix('Value error, ')}{got}"
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    section: Any = Config
+    for name in path:
+        if name.isdigit():
+            continue
+        field = section.model_fields.get(name)
+        if field is None:
+            return []
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        sections = [kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Section)]
+        if not sections:
+            return []
+        section = sections[0]
+    return list(section.model_fields)
