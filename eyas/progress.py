@@ -1,0 +1,72 @@
+"""Progress of long work: rate and ETA as a live bar in a terminal, as a plain line every ten seconds elsewhere (CI, logs)."""
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+PLAIN_EVERY_S = 10.0
+
+
+class Task:
+    """One counted piece of work, e.g. 'capture' in tokens. Use as a context manager, or call ``close``."""
+
+    def __init__(self, description: str, total: float, unit: str, done: float = 0, console: Console | None = None) -> None:
+        self.description, self.total, self.unit, self.done = description, total, unit, done
+        self._start_done, self._start = done, time.monotonic()
+        self._last_print = self._start
+        self._note = ""
+        self._console = console or Console(stderr=True)
+        self._bar: Progress | None = None
+        self._id: TaskID | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rate]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=self._console,
+            )
+            self._id = self._bar.add_task(description, total=total, completed=done, rate="", note="")
+            self._bar.start()
+
+    def advance(self, amount: float = 1, note: str | None = None) -> None:
+        """Count ``amount`` units as done; ``note`` is shown behind (loss, acceptance ...)."""
+        self.done += amount
+        if note is not None:
+            self._note = note
+        if self._bar is not None and self._id is not None:
+            self._bar.update(self._id, completed=self.done, rate=self._rate_text(), note=self._note)
+        elif time.monotonic() - self._last_print >= PLAIN_EVERY_S:
+            self._last_print = time.monotonic()
+            self._console.print(self._line(), highlight=False, soft_wrap=True)
+
+    def rate(self) -> float:
+        """Units a second in this process."""
+        return (self.done - self._start_done) / max(time.monotonic() - self._start, 1e-9)
+
+    def _rate_text(self) -> str:
+        return f"{self.rate():,.4g} {self.unit}/s"
+
+    def _line(self) -> str:
+        rate = self.rate()
+        remaining = (self.total - self.done) / rate if rate > 0 else float("inf")
+        eta = f"ETA {time.strftime('%H:%M:%S', time.gmtime(remaining))}" if remaining < 1e7 else "ETA unknown"
+        return f"{self.description}: {self.done:,.0f}/{self.total:,.0f} {self.unit}, {self._rate_text()}, {eta} {self._note}".rstrip()
+
+    def close(self) -> None:
+        """Stop the display; in plain mode print the final line."""
+        if self._bar is not None:
+            self._bar.stop()
+        else:
+            self._console.print(self._line(), highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> "Task":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
