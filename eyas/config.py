@@ -33,9 +33,7 @@ class TargetConfig(Section):
 class SourceConfig(Section):
     """Where prompts or conversations come from."""
 
-    source: str = Field(
-        description="JSONL or Parquet file with 'messages' or 'prompt' rows, 'hub:owner/name', or 'package:NAME' (data_prep/packaged_prompts.py)"
-    )
+    source: str = Field(description="JSONL or Parquet file with 'messages' or 'prompt' rows, 'hub:owner/name', or 'package:NAME'")
     families: list[str] | None = Field(None, description="package sources: which prompt families; None takes all of them")
     category: str = Field("chat", description="label by which acceptance is reported")
     limit: int | None = Field(None, ge=1, description="at most so many prompts, chosen by seed")
