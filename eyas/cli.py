@@ -1,0 +1,89 @@
+"""The command line. Every command reads one config; errors a user can mend become one line and exit code 1."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eyas.errors import EyasError
+
+# The heavy libraries (torch, transformers) are imported inside the commands: --help must answer at once.
+
+app = typer.Typer(
+    name="eyas",
+    help="Fine-tune EAGLE-3 drafters until speculative decoding pays.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", "-s", help="override a config key, e.g. --set train.epochs=1")]
+DEFAULT_CONFIG = Path("configs/smollm2.yaml")
+
+
+@app.command()
+def prep(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -> None:
+    """Get replies to the prompts and capture the target's hidden states; resumes where it stopped."""
+    from data_prep.prep import run_prep
+    from eyas.config import load_config
+
+    run_prep(load_config(config, overrides))
+
+
+@app.command()
+def train(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -> None:
+    """Fine-tune the drafter; resumes from its last checkpoint. For several GPUs: accelerate launch -m train CONFIG."""
+    from eyas.config import load_config
+    from train.trainer import train as run_train
+
+    run_train(load_config(config, overrides))
+
+
+@app.command()
+def export(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -> None:
+    """Write the best checkpoint as a folder that SGLang loads, read it back and compare."""
+    from eval.export import export as run_export
+    from eyas.config import load_config
+
+    run_export(load_config(config, overrides))
+
+
+@app.command()
+def plan(
+    baseline_tps: Annotated[float, typer.Option(help="tokens a second of the server without speculation, one request")],
+    cycle_ms: Annotated[float, typer.Option(help="milliseconds of one draft+verify cycle")],
+    want_tps: Annotated[float | None, typer.Option(help="tokens a second you wish for")] = None,
+) -> None:
+    """Say which acceptance length breaks even, and which conditional acceptance that takes."""
+    from rich.console import Console
+
+    from eval.economics import plan as make_plan
+    from eval.economics import plan_table
+
+    Console().print(plan_table(make_plan(baseline_tps, cycle_ms, want_tps)))
+
+
+@app.command()
+def inspect(path: Path) -> None:
+    """Say what a folder is: target, state store, drafter, export, checkpoint, replies."""
+    from rich.console import Console
+
+    from eyas.inspect_folder import inspect as describe
+
+    Console().print(describe(path))
+
+
+def main() -> None:
+    """Entry point: run the app; an EyasError is one line on stderr and exit code 1, Ctrl-C is 130."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app(standalone_mode=True)
+    except EyasError as error:
+        print(f"eyas: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("eyas: interrupted; the same command resumes", file=sys.stderr)
+        sys.exit(130)
