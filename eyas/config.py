@@ -6,7 +6,7 @@ Paths are relative to where the command runs. A run's stages write below ``outpu
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,9 +15,14 @@ from eyas.errors import EyasError
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values are frozen."""
+    """Base of all sections: unknown keys and infinite numbers are refused, values are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, values: Any) -> Any:
+        return {} if values is None else values  # YAML's 'train:' with every line below it commented out
 
 
 class TargetConfig(Section):
@@ -65,8 +70,8 @@ class StatesConfig(Section):
     """The hidden-state store."""
 
     dtype: Literal["bfloat16", "fp8"] = Field("bfloat16", description="fp8 is e4m3 with one scale per 128 values")
-    layers: list[int] | None = Field(
-        None, description="k means HF hidden_states[k]; None: the warm start's own layers, from scratch [2, L//2, L-3]"
+    layers: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, min_length=1, description="k means HF hidden_states[k]; None: the warm start's own layers, from scratch [2, L//2, L-3]"
     )
     batch_tokens: int = Field(4096, ge=1, description="tokens of one capture forward, padding included")
     shard_mb: int = Field(256, ge=1, description="a shard is closed at this size")
@@ -108,7 +113,7 @@ class TrainConfig(Section):
     warmup_share: float = Field(0.05, ge=0, lt=1, description="share of the steps in which the rate climbs linearly")
     final_rate_share: float = Field(0.05, ge=0, le=1, description="cosine decay ends at this share of learning_rate")
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     clip_norm: float = Field(0.5, gt=0)
     precision: Literal["bf16", "fp32"] = "bf16"
     evaluate_every: int = Field(50, ge=1, description="steps between offline acceptance measurements")
@@ -171,7 +176,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     Raises EyasError in one line: file, key, what is wrong, and the nearest known key for a misspelt one.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except FileNotFoundError:
         raise EyasError(f"config {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -179,7 +184,8 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise EyasError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise EyasError(f"{path}{line}: not valid YAML: {reason}") from None
     if not isinstance(values, dict):
         raise EyasError(f"{path}: expected a mapping of sections (output, target, prep, ...), found {type(values).__name__}")
     for override in overrides or []:
@@ -190,6 +196,17 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise EyasError(f"{path}: " + "; ".join(_describe(item) for item in error.errors())) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key that a mapping has twice is an error; YAML's own loader drops the first value without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for number, key in enumerate(keys):
+            if any(key.value == earlier.value for earlier in keys[:number]):
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is there twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -197,7 +214,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     section = values
     for parent in parents:
-        section = section.setdefault(parent, {})
+        if section.get(parent) is None:
+            section[parent] = {}
+        section = section[parent]
         if not isinstance(section, dict):
             raise EyasError(f"--set {override}: {parent} is not a section")
     try:

@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 class Manifest(BaseModel):
     """What a folder is.
 
-    ``config`` and ``inputs`` decide whether the folder is current; ``holds`` tells what is in it.
+    ``config`` and ``inputs`` decide whether the folder is current; ``holds`` tells what is in it. NaN is written as null.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -66,8 +66,8 @@ def is_current(folder: Path, kind: Kind, config: dict[str, Any], inputs: dict[st
     """True when the folder is complete and was made from the same config and inputs, so a stage can be skipped."""
     if not (Path(folder) / NAME).exists():
         return False
-    manifest = read_manifest(folder, kind)
-    return manifest.complete and manifest.config == config and manifest.inputs == inputs
+    there, here = read_manifest(folder, kind), _fresh(kind, config, inputs)
+    return there.complete and there.config == here.config and there.inputs == here.inputs
 
 
 def begin(folder: Path, kind: Kind, config: dict[str, Any], inputs: dict[str, str]) -> None:
@@ -75,11 +75,17 @@ def begin(folder: Path, kind: Kind, config: dict[str, Any], inputs: dict[str, st
 
     Raises EyasError naming the first field that differs and both values.
     """
+    here = _fresh(kind, config, inputs)
     if (Path(folder) / NAME).exists():
         there = read_manifest(folder, kind)
-        require_same(f"{folder}: inputs", there.inputs, inputs)
-        require_same(f"{folder}: config", there.config, config)
-    write_manifest(folder, Manifest(kind=kind, config=config, inputs=inputs))
+        require_same(f"{folder}: inputs", there.inputs, here.inputs)
+        require_same(f"{folder}: config", there.config, here.config)
+    write_manifest(folder, here)
+
+
+def _fresh(kind: Kind, config: dict[str, Any], inputs: dict[str, str]) -> Manifest:
+    """An incomplete manifest as it will be read back: tuples are lists, paths are text."""
+    return Manifest.model_validate(Manifest(kind=kind, config=config, inputs=inputs).model_dump(mode="json"))
 
 
 def finish(folder: Path, holds: dict[str, Any]) -> Manifest:
@@ -90,7 +96,7 @@ def finish(folder: Path, holds: dict[str, Any]) -> Manifest:
 
 
 def require_same(what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raise EyasError naming the first key at which two dicts differ, with both values."""
+    """Raise EyasError naming the first key at which two dicts of JSON values differ, with both values."""
     for key in [*there, *(key for key in here if key not in there)]:
         old, new = there.get(key), here.get(key)
         if old == new:

@@ -22,16 +22,17 @@ class Task:
         self._id: TaskID | None = None
         if self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
+                TextColumn("{task.fields[rate]}", markup=False),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+                TextColumn("{task.fields[note]}", markup=False),
                 console=self._console,
             )
-            self._id = self._bar.add_task(description, total=total, completed=done, rate="", note="")
+            self._id = self._bar.add_task(description, total=total, rate="", note="")
+            self._bar.update(self._id, completed=done)
             self._bar.start()
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
@@ -43,30 +44,40 @@ class Task:
             self._bar.update(self._id, completed=self.done, rate=self._rate_text(), note=self._note)
         elif time.monotonic() - self._last_print >= PLAIN_EVERY_S:
             self._last_print = time.monotonic()
-            self._console.print(self._line(), highlight=False, soft_wrap=True)
+            self._print_line()
 
     def rate(self) -> float:
         """Units a second in this process."""
         return (self.done - self._start_done) / max(time.monotonic() - self._start, 1e-9)
 
     def _rate_text(self) -> str:
-        return f"{self.rate():,.4g} {self.unit}/s"
+        rate = self.rate()
+        return f"{rate:,.0f} {self.unit}/s" if rate >= 100 else f"{rate:.3g} {self.unit}/s"
 
     def _line(self) -> str:
         rate = self.rate()
-        remaining = (self.total - self.done) / rate if rate > 0 else float("inf")
-        eta = f"ETA {time.strftime('%H:%M:%S', time.gmtime(remaining))}" if remaining < 1e7 else "ETA unknown"
+        eta = f"ETA {_clock(max(0.0, self.total - self.done) / rate)}" if rate > 0 else "ETA unknown"
         return f"{self.description}: {self.done:,.0f}/{self.total:,.0f} {self.unit}, {self._rate_text()}, {eta} {self._note}".rstrip()
+
+    def _print_line(self) -> None:
+        # markup off: a note may hold brackets
+        self._console.print(self._line(), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop the display; in plain mode print the final line."""
         if self._bar is not None:
             self._bar.stop()
         else:
-            self._console.print(self._line(), highlight=False, soft_wrap=True)
+            self._print_line()
 
     def __enter__(self) -> "Task":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _clock(seconds: float) -> str:
+    """H:MM:SS; the hours go on counting after a day."""
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"

@@ -1,0 +1,91 @@
+"""The draft vocabulary: which target tokens a drafter can propose, and how row numbers and token ids map onto each other.
+
+Row r of a drafter's lm_head is target token ``ids_D[r] = r + d2t[r]``. D draft vocabulary, V target vocabulary, H hidden size.
+"""
+
+import torch
+from torch import Tensor
+
+from eyas.errors import EyasError
+
+
+def choose_vocab(counts_V: Tensor, size: int) -> Tensor:
+    """The ``size`` most frequent tokens as sorted int64 ids; among equals the lower id wins.
+
+    Raises EyasError when ``size`` is not between 1 and the number of tokens counted for.
+    """
+    if not 1 <= size <= len(counts_V):
+        raise EyasError(f"a draft vocabulary of {size} tokens does not fit a target vocabulary of {len(counts_V)}")
+    return counts_V.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def offsets(ids_D: Tensor) -> Tensor:
+    """d2t as engines want it: what to add to a row number to get the target token, int64."""
+    return ids_D - torch.arange(len(ids_D), device=ids_D.device)
+
+
+def absolute(d2t_D: Tensor) -> Tensor:
+    """Target token id of every row, from offsets."""
+    return d2t_D + torch.arange(len(d2t_D), device=d2t_D.device)
+
+
+def membership(ids_D: Tensor, vocab_size: int) -> Tensor:
+    """t2d: bool [V], true for the tokens in the draft vocabulary."""
+    mask_V = torch.zeros(vocab_size, dtype=torch.bool, device=ids_D.device)
+    mask_V[ids_D] = True
+    return mask_V
+
+
+def coverage(counts_V: Tensor, ids_D: Tensor) -> float:
+    """Share (0 to 1) of all counted tokens that are in the draft vocabulary. Raises EyasError when nothing was counted."""
+    total = int(counts_V.sum())
+    if total == 0:
+        raise EyasError("coverage of a draft vocabulary: no token was counted")
+    return int(counts_V[ids_D].sum()) / total
+
+
+def is_offset(d2t_D: Tensor, vocab_size: int, t2d_V: Tensor | None = None) -> bool:
+    """Tell from the numbers whether ``d2t`` holds offsets (True) or target ids (False).
+
+    A reading is possible when it gives distinct tokens of the vocabulary and, if ``t2d_V`` is there, exactly those that it marks.
+    Both are possible only without t2d, when no two neighbouring tokens are in the draft vocabulary.
+    Raises EyasError when neither reading is possible, or both are and differ.
+    """
+    as_offsets = _fits(absolute(d2t_D), vocab_size, t2d_V)
+    as_ids = _fits(d2t_D, vocab_size, t2d_V)
+    if as_offsets and as_ids and bool(torch.any(absolute(d2t_D) != d2t_D)):
+        raise EyasError("d2t makes sense as offsets and as target ids alike: add t2d, the mask over the target vocabulary, to tell")
+    if not (as_offsets or as_ids):
+        raise EyasError(f"d2t is neither offsets nor target ids: {_fault(absolute(d2t_D), d2t_D, vocab_size, t2d_V)}")
+    return as_offsets
+
+
+def reselect(rows_DH: Tensor, old_ids_D: Tensor, new_ids_E: Tensor, target_head_VH: Tensor) -> Tensor:
+    """Rows [E, H] of an lm_head for another draft vocabulary: known tokens take their rows along, new ones start from the target's head."""
+    row_of_V = torch.full((len(target_head_VH),), -1, dtype=torch.int64, device=old_ids_D.device)
+    row_of_V[old_ids_D] = torch.arange(len(old_ids_D), device=old_ids_D.device)
+    row_E = row_of_V[new_ids_E]
+    kept_E1 = (row_E >= 0).unsqueeze(-1).to(rows_DH.device)
+    return torch.where(kept_E1, rows_DH[row_E.clamp(min=0)], target_head_VH[new_ids_E].to(rows_DH))
+
+
+def _fits(ids_D: Tensor, vocab_size: int, t2d_V: Tensor | None) -> bool:
+    if bool(((ids_D < 0) | (ids_D >= vocab_size)).any()) or len(ids_D.unique()) < len(ids_D):
+        return False
+    return t2d_V is None or torch.equal(membership(ids_D, vocab_size), t2d_V)
+
+
+def _fault(as_offsets_D: Tensor, as_ids_D: Tensor, vocab_size: int, t2d_V: Tensor | None) -> str:
+    """Why neither reading holds, for the reading that comes closer."""
+    told = []
+    for name, ids_D in (("as offsets", as_offsets_D), ("as target ids", as_ids_D)):
+        outside = int(((ids_D < 0) | (ids_D >= vocab_size)).sum())
+        doubles = len(ids_D) - len(ids_D.unique())
+        if outside:
+            told.append(f"{name}, {outside} of {len(ids_D)} tokens are outside the vocabulary of {vocab_size}")
+        elif doubles:
+            told.append(f"{name}, {doubles} of {len(ids_D)} tokens come twice")
+        elif t2d_V is not None:
+            wrong = int((membership(ids_D, vocab_size) != t2d_V).sum())
+            told.append(f"{name}, t2d marks other tokens ({wrong} differ)")
+    return "; ".join(told)

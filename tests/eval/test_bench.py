@@ -1,0 +1,241 @@
+import json
+from collections import Counter
+from dataclasses import asdict
+
+import pytest
+
+from eval.__main__ import main
+from eval.bench import (
+    bench,
+    bench_prompts,
+    default_drafters,
+    first_difference,
+    loops,
+    public_info,
+    read_measurements,
+    server_variants,
+)
+from eyas.config import Config
+from eyas.errors import EyasError
+from eyas.manifest import read_manifest
+
+
+def config_at(output, **evaluated):
+    return Config.model_validate(
+        {
+            "output": str(output),
+            "target": {"model": "some/target"},
+            "prep": {"sources": [{"source": "prompts.jsonl"}]},
+            "drafter": {"init": str(output / "starter")},
+            "eval": {"prompts": 6, "max_new_tokens": 24, "warmup_prompts": 1, "bootstrap": 200, **evaluated},
+        }
+    )
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A run whose held-out prompts lie ready: 8 of one category, 3 of another."""
+    rows = [
+        {
+            "key": f"key-{number}",
+            "category": "code" if number < 8 else "chat",
+            "family": "some",
+            "messages": [{"role": "user", "content": "x" * (number + 2)}],
+            "prompt_ids": [number + 1] * (number + 2),
+            "reply_ids": [1, 2],
+            "finished": True,
+            "temperature": 0.0,
+        }
+        for number in range(11)
+    ]
+    (tmp_path / "replies").mkdir()
+    (tmp_path / "replies" / "greedy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return config_at(tmp_path)
+
+
+def generated(server):
+    return [body for path, body in server.log if path == "/generate"]
+
+
+def test_every_prompt_is_measured_under_every_variant(config, toy_server):
+    measured = read_measurements(bench(config, toy_server.url, {}))
+    assert Counter(m.variant for m in measured) == {"none": 6, "starter": 6, "result": 6}
+    assert len({(m.key, m.variant) for m in measured}) == 18
+
+
+def test_prompts_are_spread_evenly_over_categories_and_always_the_same(config):
+    prompts = bench_prompts(config)
+    assert Counter(prompt.category for prompt in prompts) == {"code": 3, "chat": 3}
+    assert prompts == bench_prompts(config)
+
+
+def test_the_variants_of_a_prompt_run_back_to_back_in_a_rotating_order(config, toy_server):
+    measured = read_measurements(bench(config, toy_server.url, {}))
+    groups = [measured[start : start + 3] for start in range(0, 18, 3)]
+    assert all(len({m.key for m in group}) == 1 for group in groups)
+    assert {tuple(m.variant for m in group) for group in groups} == {
+        ("none", "starter", "result"),
+        ("starter", "result", "none"),
+        ("result", "none", "starter"),
+    }
+
+
+def test_the_cache_is_flushed_before_every_measured_request(config, toy_server):
+    bench(config, toy_server.url, {})
+    paths = [path for path, _ in toy_server.log if path in {"/generate", "/flush_cache"}]
+    warm = paths.index("/flush_cache")
+    assert warm == 3  # one warm-up prompt, three variants, not counted
+    assert paths[warm:] == ["/flush_cache", "/generate"] * 18
+
+
+def test_acceptance_and_ids_are_those_of_the_request(config, toy_server):
+    for m in read_measurements(bench(config, toy_server.url, {})):
+        cycles = toy_server.cycles(None if m.variant == "none" else m.variant, 24)
+        assert m.verify_ct == (len(cycles) or None)
+        assert m.emitted == 23
+        assert m.output_ids == toy_server.reply([int(m.key[4:]) + 1], 24)
+
+
+def test_a_killed_run_resumes_with_nothing_lost_and_nothing_twice(config, toy_server):
+    toy_server.break_after = 3 + 7
+    with pytest.raises(EyasError, match="answered 500"):
+        bench(config, toy_server.url, {})
+    path = config.folder("bench") / "measurements.jsonl"
+    before = path.read_text()
+    assert len(before.splitlines()) == 7
+    assert not read_manifest(config.folder("bench")).complete
+    path.write_text(before + '{"key": "key-3", "vari')  # the kill tore the last line
+    toy_server.break_after, asked = None, len(generated(toy_server))
+    measured = read_measurements(bench(config, toy_server.url, {}))
+    assert path.read_text().startswith(before)
+    assert len({(m.key, m.variant) for m in measured}) == len(measured) == 18
+    assert len(generated(toy_server)) - asked == 3 + 11
+    assert read_manifest(config.folder("bench")).complete
+
+
+def test_a_finished_bench_measures_nothing_again(config, toy_server):
+    bench(config, toy_server.url, {})
+    asked = len(generated(toy_server))
+    bench(config, toy_server.url, {})
+    assert len(generated(toy_server)) == asked
+
+
+def test_other_settings_do_not_mix_with_old_measurements(config, tmp_path, toy_server):
+    bench(config, toy_server.url, {})
+    with pytest.raises(EyasError, match="max_new_tokens is 24 there and 30 here"):
+        bench(config_at(tmp_path, max_new_tokens=30), toy_server.url, {})
+
+
+def test_two_servers_of_one_behaviour_each_are_measured_into_one_folder(config, plain_servers):
+    plain, drafting = plain_servers
+    drafters = {"result": "drafters/result"}
+    bench(config, plain.url, drafters)
+    measured = read_measurements(bench(config, drafting.url, drafters))
+    assert Counter(m.variant for m in measured) == {"none": 6, "result": 6}
+    assert all("speculative" not in body for server in plain_servers for body in generated(server))
+    holds = read_manifest(config.folder("bench")).holds
+    assert holds["servers"]["none"]["max_running_requests"] == 256
+    assert holds["servers"]["result"]["max_running_requests"] == 48
+
+
+def test_a_drafter_that_the_server_does_not_use_is_noticed(config, plain_servers):
+    plain, _ = plain_servers
+    plain.info = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "some/drafter"}
+    with pytest.raises(EyasError, match="counts no verify steps"):
+        bench(config, plain.url, {})
+
+
+def test_a_baseline_that_speculates_is_noticed(config, plain_servers):
+    _, drafting = plain_servers
+    drafting.info = {"speculative_algorithm": None}
+    with pytest.raises(EyasError, match="speculates on the baseline"):
+        bench(config, drafting.url, {})
+
+
+def test_another_chat_template_on_the_server_is_recorded(config, toy_server):
+    toy_server.extra_template_tokens = 9
+    template = read_manifest(bench(config, toy_server.url, {})).holds["template"]
+    assert template["server_prompt_tokens"] == template["prompt_tokens"] + 9
+
+
+def test_a_server_that_dies_keeps_what_was_measured(config, toy_server):
+    toy_server.failure, toy_server.break_after = "death", 3 + 4
+    with pytest.raises(EyasError, match="stream ended before the reply was finished"):
+        bench(config, toy_server.url, {})
+    assert len(read_measurements(config.folder("bench"))) == 4
+
+
+def test_missing_or_broken_prompts_are_one_clear_line(config, tmp_path):
+    path = tmp_path / "replies" / "greedy.jsonl"
+    path.write_text('{"key": "a"}\n')
+    with pytest.raises(EyasError, match=r"greedy\.jsonl, line 1: not a row"):
+        bench_prompts(config)
+    path.write_text("")
+    with pytest.raises(EyasError, match="is empty"):
+        bench_prompts(config)
+    path.unlink()
+    with pytest.raises(EyasError, match="run `eyas prep` first"):
+        bench_prompts(config)
+
+
+def test_a_row_with_given_replies_is_prompted_with_all_before_its_last_reply(config, tmp_path):
+    row = {
+        "key": "a",
+        "category": "chat",
+        "family": "f",
+        "finished": True,
+        "ids": [1, 2, 3, 4, 5, 6, 7, 8],
+        "supervised": [0, 0, 1, 0, 0, 1, 1, 0],
+    }
+    row["messages"] = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
+    (tmp_path / "replies" / "greedy.jsonl").write_text(json.dumps(row) + "\n")
+    (prompt,) = bench_prompts(config)
+    assert prompt.prompt_ids == [1, 2, 3, 4, 5]
+    assert [message["role"] for message in prompt.messages] == ["user", "assistant", "user"]
+
+
+def test_repeating_text_is_flagged_and_ordinary_text_is_not():
+    assert loops([7] * 10)
+    assert loops([*range(50), *(list(range(100, 120)) * 3)])
+    assert not loops(list(range(128)))
+    assert not loops([*range(64), *range(64)])  # said twice is no loop yet
+    assert not loops([7] * 9)
+
+
+def test_the_first_difference_is_found_token_by_token():
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 9, 3], [1, 2, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_a_running_server_tells_its_variants():
+    assert server_variants({"eyas": {"drafters": ["a", "b"]}}, {}) == {"none": "none", "a": "a", "b": "b"}
+    assert server_variants({"speculative_algorithm": None}, {}) == {"none": None}
+    eagle = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "owner/drafter"}
+    assert server_variants(eagle, {"starter": "hub:owner/drafter@abc"}) == {"starter": None}
+    assert server_variants(eagle, {}) == {"drafter": None}
+
+
+def test_no_secret_of_a_server_is_recorded():
+    assert public_info({"api_key": "secret", "dtype": "auto", "internal_states": [1]}) == {"dtype": "auto"}
+
+
+def test_two_drafters_of_one_name_are_refused(tmp_path):
+    assert set(default_drafters(config_at(tmp_path, compare=["some/sibling"]))) == {"starter", "result", "sibling"}
+    with pytest.raises(EyasError, match="two drafters are called 'sibling'"):
+        default_drafters(config_at(tmp_path, compare=["some/sibling", "other/sibling"]))
+
+
+def test_a_measurement_survives_the_file(config, toy_server):
+    folder = bench(config, toy_server.url, {})
+    lines = (folder / "measurements.jsonl").read_text().splitlines()
+    assert [asdict(m) for m in read_measurements(folder)] == [json.loads(line) for line in lines]
+
+
+def test_the_module_measures_and_writes_the_report(config, tmp_path, toy_server, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json")))
+    assert main([str(path), "--url", toy_server.url]) == 0
+    assert (tmp_path / "report" / "report.html").exists()
+    assert main([str(path), "--url", "nonsense"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "eval: --url nonsense: expected http://HOST:PORT"

@@ -1,0 +1,378 @@
+import json
+import math
+import re
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from eval.bench import LOOP_RULE, Measurement
+from eval.report import argument_differences, headline, write_report
+from eval.summary import summarise
+from eyas.config import Config
+from eyas.errors import EyasError
+from eyas.files import JsonlAppender
+from eyas.manifest import begin, finish
+
+TOKENS = 61
+BASELINE_S, CYCLE_S, FIRST_S = 0.020, 0.026, 0.1
+
+
+def request(number, variant, histogram=None, ids=None, cycle_s=CYCLE_S, looping=False):
+    """A greedy request of 61 tokens: ``histogram`` cycles that emit exactly the 60 after the first."""
+    ids = list(range(number, number + TOKENS)) if ids is None else ids
+    cycles = sum(histogram) if histogram else None
+    decode_s = cycles * cycle_s if histogram else (TOKENS - 1) * BASELINE_S
+    parts = {"seconds": {"decode": (TOKENS - 1) * 0.019}, "counts": {"decode": TOKENS - 1}}
+    if histogram:
+        seconds = {
+            "verify": cycles * 0.021,
+            "extend": (cycles - 1) * 0.001,
+            "draft": cycles * 0.002,
+            "prefill_draft": 0.003,
+            "overhead": 0.0,
+        }
+        parts = {"seconds": seconds, "counts": {"verify": cycles, "extend": cycles - 1, "draft": 2 * cycles, "prefill_draft": 1}}
+    return Measurement(
+        key=f"key-{number:02}",
+        category="code" if number % 2 else "chat <b>",
+        variant=variant,
+        order=0,
+        prompt_tokens=100 + 20 * number,
+        completion_tokens=TOKENS,
+        cached_tokens=0,
+        finish_reason="length",
+        first_token_s=FIRST_S,
+        first_tokens=1,
+        total_s=FIRST_S + decode_s,
+        verify_ct=cycles,
+        correct=sum(accepted * count for accepted, count in enumerate(histogram)) if histogram else None,
+        proposed=3 * cycles if histogram else None,
+        histogram=histogram or [],
+        engine_length=TOKENS / cycles if histogram else None,
+        looping=looping,
+        output_ids=ids,
+        parts=parts,
+    )
+
+
+STARTER = ([30, 12, 2, 0], [33, 12, 1, 0], [27, 15, 1, 0])
+RESULT = ([8, 8, 8, 3], [12, 9, 6, 3], [10, 10, 10, 0])
+
+
+def measurements(prompts=24, starter=STARTER, result=RESULT):
+    """A small recorded set: every histogram emits 60 tokens."""
+    return [
+        found
+        for number in range(prompts)
+        for found in (
+            request(number, "none"),
+            request(number, "starter", starter[number % 3]),
+            request(number, "result", result[number % 3]),
+        )
+    ]
+
+
+def config_at(output):
+    return Config.model_validate(
+        {
+            "output": str(output),
+            "target": {"model": "some/<target>"},
+            "prep": {"sources": [{"source": "prompts.jsonl"}]},
+            "drafter": {"init": "some/starter"},
+            "eval": {"bootstrap": 300},
+        }
+    )
+
+
+@pytest.fixture
+def config(tmp_path):
+    return config_at(tmp_path)
+
+
+def record(config, found, temperature=0.0, **holds):
+    folder = config.folder("bench")
+    evaluated = config.eval.model_dump(mode="json") | {"temperature": temperature}
+    begin(folder, "bench", {"eval": evaluated, "engine": config.engine.model_dump(mode="json")}, {})
+    with JsonlAppender(folder / "measurements.jsonl") as file:
+        for measured in found:
+            file.append(asdict(measured))
+    finish(folder, {"loop_rule": LOOP_RULE, "machine": {"processor": "some", "cores": 2}, "servers": {"none": {"eyas": {}}}, **holds})
+
+
+def record_training(config):
+    with JsonlAppender(config.folder("train") / "log.jsonl") as file:
+        for step in range(0, 101, 10):
+            rate = 0.3 + 0.003 * step
+            sets = {"length": 1 + rate + rate**2, "unconditional_J": [rate, rate**2], "conditional_J": [rate, rate]}
+            file.append({"kind": "validation", "step": step, "acceptance_length": sets["length"], "greedy": sets})
+            file.append({"kind": "train", "step": step, "loss": 12 - 0.02 * step})
+
+
+def test_every_histogram_of_the_recorded_set_emits_the_tokens_of_its_request():
+    for histogram in STARTER + RESULT:
+        assert sum((accepted + 1) * count for accepted, count in enumerate(histogram)) == TOKENS - 1
+
+
+def test_the_three_acceptance_lengths_are_kept_apart():
+    cut = replace(request(0, "result", [8, 8, 8, 3]), completion_tokens=60, engine_length=60 / 27)  # the last cycle lost one token
+    result = summarise([request(0, "none"), cut], 0.0, 100, 0).variant("result")
+    assert result.length.value == pytest.approx(59 / 27)
+    assert result.cross_engine_length.value == pytest.approx(1 + (8 + 16 + 9) / 27)
+    assert result.engine_length == pytest.approx(60 / 27)
+
+
+def test_acceptance_length_is_a_ratio_of_sums_over_prompts():
+    result = summarise(measurements(), 0.0, 100, 0).variant("result")
+    assert result.length.value == pytest.approx(24 * 60 / (8 * (27 + 30 + 30)))
+
+
+def test_rates_by_position_come_from_the_histograms():
+    result = summarise(measurements(3), 0.0, 100, 0).variant("result")
+    assert result.histogram == [30, 27, 24, 6]
+    assert result.unconditional == pytest.approx([57 / 87, 30 / 87, 6 / 87])
+    assert result.conditional == pytest.approx([57 / 87, 30 / 57, 6 / 30])
+
+
+def test_decoding_is_faster_than_the_baseline_by_exactly_length_over_break_even():
+    for name in ("starter", "result"):
+        variant = summarise(measurements(), 0.0, 100, 0).variant(name)
+        assert variant.break_even.value == pytest.approx(CYCLE_S / BASELINE_S)
+        assert variant.decode_speedup.value == pytest.approx(variant.length.value / variant.break_even.value)
+
+
+def test_end_to_end_speed_counts_the_time_to_the_first_token():
+    summary = summarise(measurements(), 0.0, 100, 0)
+    assert summary.variant("none").tokens_per_second.value == pytest.approx(61 / (0.1 + 60 * 0.02))
+    assert summary.variant("none").decode_tokens_per_second.value == pytest.approx(50)
+    assert summary.variant("none").first_token_ms.value == pytest.approx(100)
+
+
+def test_the_gain_over_the_starter_is_paired_by_prompt_and_excludes_0():
+    gain = summarise(measurements(), 0.0, 500, 0).gain
+    assert gain.value == pytest.approx(24 * 60 / (8 * 87) - 24 * 60 / (8 * (44 + 46 + 43)))
+    assert gain.excludes(0)
+
+
+def test_the_parts_of_a_cycle_add_up_to_it():
+    parts = summarise(measurements(), 0.0, 100, 0).variant("result").parts
+    assert parts.cycle_ms == pytest.approx(26)
+    assert parts.verify_ms == pytest.approx(21)
+    assert parts.verify_ms + parts.extend_ms + parts.draft_ms + parts.prompt_ms + parts.overhead_ms == pytest.approx(parts.cycle_ms)
+
+
+def test_the_prediction_for_the_measured_number_of_drafts_is_the_measured_speed():
+    summary = summarise(measurements(), 0.0, 100, 0)
+    predicted = next(prediction for prediction in summary.predictions if prediction.steps == 3)
+    measured = summary.variant("result").decode_tokens_per_second.value
+    assert predicted.tokens_per_second == pytest.approx(measured, rel=0.005)  # the extension is priced without the prompt's
+
+
+def test_prompts_that_some_variant_lacks_are_left_out_and_counted():
+    found = [m for m in measurements(6) if not (m.key == "key-02" and m.variant == "result")]
+    summary = summarise(found, 0.0, 100, 0)
+    assert (summary.prompts, summary.incomplete) == (5, 1)
+    assert all(variant.requests == 5 for variant in summary.variants)
+
+
+def test_looping_prompts_are_left_out_of_the_low_repetition_length_for_every_variant():
+    found = [replace(m, looping=True) if m.key == "key-00" and m.variant == "none" else m for m in measurements(3)]
+    summary = summarise(found, 0.0, 100, 0)
+    assert summary.looping_prompts == 1
+    assert summary.variant("result").low_repetition_length.value == pytest.approx(2 * 60 / (30 + 30))
+    assert summary.variant("result").length.value == pytest.approx(3 * 60 / 87)
+
+
+def test_greedy_replies_that_differ_are_counted_with_their_first_difference():
+    found = measurements(3)
+    other = found[2].output_ids.copy()
+    other[40] += 1
+    found[2] = replace(found[2], output_ids=other)
+    differences = summarise(found, 0.0, 100, 0).variant("result").differences
+    assert (differences.requests, differences.first) == (3, {"key-00": 40})
+
+
+def test_sampled_replies_are_not_compared():
+    assert summarise(measurements(3), 1.0, 100, 0).variant("result").differences is None
+
+
+def test_categories_and_prompt_lengths_split_the_prompts():
+    summary = summarise(measurements(), 0.0, 100, 0)
+    assert {group.name: group.prompts for group in summary.categories} == {"chat <b>": 12, "code": 12}
+    assert [(group.name, group.prompts) for group in summary.contexts] == [("<256", 8), ("256-511", 13), ("512-1023", 3)]
+
+
+def slow(found, cycle_s):
+    return [replace(m, total_s=m.first_token_s + m.verify_ct * cycle_s) if m.verify_ct else m for m in found]
+
+
+def test_the_verdict_is_pays_only_when_the_interval_lies_above_1():
+    assert headline(summarise(measurements(), 0.0, 300, 0)).verdict == "pays"
+    losing = headline(summarise(slow(measurements(), 0.060), 0.0, 300, 0))
+    assert losing.verdict == "does not pay"
+    assert "must bring 3.00 to break even: below by" in losing.reason
+    generator = np.random.default_rng(0)
+    even = [replace(m, total_s=1.3 * generator.lognormal(0, 0.1)) for m in measurements()]
+    assert headline(summarise(even, 0.0, 300, 0)).verdict == "cannot be told"
+
+
+def test_without_a_baseline_nothing_is_claimed():
+    found = [m for m in measurements() if m.variant != "none"]
+    assert headline(summarise(found, 0.0, 100, 0)).verdict == "cannot be told"
+
+
+class References(HTMLParser):
+    """Everything in a page that a browser might fetch, and all ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.ids, self.tags = [], [], set()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in {"src", "href", "xlink:href", "srcset", "data", "action", "poster"} and not value.startswith("#"):
+                self.found.append((tag, name, value))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Written once; its tests only read."""
+    config = config_at(tmp_path_factory.mktemp("run"))
+    record(config, measurements(), template={"prompt_tokens": 5, "server_prompt_tokens": 5})
+    record_training(config)
+    return write_report(config)
+
+
+def test_the_page_refers_to_nothing_outside_itself(report):
+    page = report.read_text()
+    references = References()
+    references.feed(page)
+    assert references.found == []
+    assert not references.tags & {"script", "link", "img", "iframe", "object", "embed", "base"}
+    assert "@import" not in page
+    assert "//" not in page
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
+
+
+def test_ids_are_unique_and_every_reference_within_the_page_has_its_target(report):
+    page = report.read_text()
+    references = References()
+    references.feed(page)
+    assert len(set(references.ids)) == len(references.ids)
+    assert set(re.findall(r'(?:href="|url\()#([\w.-]+)', page)) <= set(references.ids)
+
+
+def test_the_page_draws_every_figure_in_the_pages_own_colours(report):
+    page = report.read_text()
+    assert page.count("<svg") == 8
+    assert set(re.findall(r"(?:fill|stroke): (#\w+)", page)) == set()
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_what_comes_from_outside_is_escaped_in_the_page(report):
+    page = report.read_text()
+    assert "some/&lt;target&gt;" in page
+    assert "chat &lt;b&gt;" in page
+    assert "<b>code" not in page
+    assert "<target>" not in page
+
+
+def test_the_json_twin_is_strict_json_and_holds_the_numbers_of_the_page(report):
+    def refuse(name):
+        raise ValueError(name)
+
+    twin = json.loads((report.parent / "report.json").read_text(), parse_constant=refuse)
+    result = next(variant for variant in twin["summary"]["variants"] if variant["name"] == "result")
+    page, text = report.read_text(), (report.parent / "report.md").read_text()
+    for name in ("length", "speedup", "break_even"):
+        interval = result[name]
+        assert interval["low"] <= interval["value"] <= interval["high"]
+        assert f"{interval['value']:.2f}" in page
+        assert f"{interval['value']:.2f} ({interval['low']:.2f} to {interval['high']:.2f})" in text
+    assert twin["headline"]["sentence"] in text
+    assert twin["conditions"]["versions"]
+
+
+def test_training_curves_start_with_the_warm_start_and_name_the_kept_step(report):
+    assert "1.390 before, 1.960 at step 100, which was kept" in (report.parent / "report.md").read_text()
+
+
+def test_every_table_of_the_markdown_has_as_many_cells_in_each_row(report):
+    lines = (report.parent / "report.md").read_text().splitlines()
+    tables = [lines[i] for i in range(len(lines)) if lines[i].startswith("|")]
+    assert len(tables) > 25
+    for above, below in pairwise(lines):
+        if above.startswith("|") and below.startswith("|"):
+            assert above.count("|") == below.count("|"), above
+
+
+def test_a_report_is_the_same_when_written_again(report):
+    first = {path.name: path.read_text() for path in report.parent.iterdir()}
+    write_report(config_at(report.parents[1]))
+    assert {path.name: path.read_text() for path in report.parent.iterdir()} == first
+
+
+def test_a_server_without_parts_untrained_and_with_one_prompt_still_makes_a_report(config):
+    record(config, [replace(m, parts={}) for m in measurements(1)])
+    page = write_report(config).read_text()
+    assert "does not tell the parts of a cycle" in page
+    assert "Only 1 prompts" in page
+
+
+def test_only_a_baseline_still_makes_a_report(config):
+    record(config, [m for m in measurements() if m.variant == "none"])
+    assert "Only the baseline was measured" in write_report(config).read_text()
+
+
+def test_drafters_of_different_chain_lengths_stand_side_by_side(config):
+    extra = [replace(request(number, "sibling", [40, 10]), proposed=50) for number in range(24)]
+    record(config, [*measurements(), *extra])
+    text = (write_report(config).parent / "report.md").read_text()
+    assert "| sibling | 20.0 % (20.0 %) | – | – |" in text
+
+
+def test_draft_positions_that_an_engine_left_out_of_its_histogram_were_never_accepted():
+    found = [request(0, "none"), request(0, "result", [60])]
+    result = summarise(found, 0.0, 100, 0).variant("result")
+    assert result.unconditional == [0, 0, 0]
+    assert result.conditional == [0, None, None]
+
+
+def test_the_report_names_what_a_careful_reader_must_know(config):
+    found = [replace(m, cached_tokens=4) if m.key == "key-00" else m for m in measurements()]
+    servers = {"none": {"max_running_requests": 256}, "result": {"max_running_requests": 48}}
+    record(config, found, template={"prompt_tokens": 5, "server_prompt_tokens": 30}, servers=servers)
+    text = (write_report(config).parent / "report.md").read_text()
+    assert "12 prompt tokens came from the prefix cache" in text
+    assert "other prompts than training saw (30 tokens, expected 5)" in text
+    assert "max_running_requests: 48 (result), 256 (baseline)" in text
+
+
+def test_arguments_of_speculation_itself_are_no_difference():
+    servers = {"none": {"speculative_algorithm": None, "port": 1}, "result": {"speculative_algorithm": "EAGLE3", "port": 2}}
+    assert argument_differences(servers) == []
+
+
+def test_a_report_before_any_bench_is_one_clear_line(config):
+    with pytest.raises(EyasError, match=r"bench.*does not exist"):
+        write_report(config)
+
+
+def test_no_number_of_a_summary_is_nan():
+    def numbers(value):
+        if isinstance(value, dict):
+            return [n for inner in value.values() for n in numbers(inner)]
+        if isinstance(value, list | tuple):
+            return [n for inner in value for n in numbers(inner)]
+        return [value] if isinstance(value, float) else []
+
+    one_token = [
+        replace(m, completion_tokens=1, total_s=m.first_token_s, verify_ct=0 if m.verify_ct else None, histogram=[])
+        for m in measurements(3)
+    ]
+    assert all(math.isfinite(number) for number in numbers(asdict(summarise(one_token, 0.0, 100, 0))))

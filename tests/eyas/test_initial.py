@@ -1,0 +1,113 @@
+"""A fresh drafter begins as the target's own last layer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from eyas.errors import EyasError
+from eyas.initial import fresh_drafter
+from eyas.target import Target
+
+IDS = torch.tensor([0, 3, 4, 20, 36])
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def llama(place: Path, **changes: object) -> Target:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_theta": 500.0, **LLAMA3},
+        **changes,
+    )
+    model = LlamaForCausalLM(config)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(place)
+    return Target(place, "tiny")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_does_to_the_high_aux_state_what_the_targets_last_layer_does(tmp_path: Path, tied: bool) -> None:
+    target = llama(tmp_path, tie_word_embeddings=tied)
+    model = target.load_model(torch.float32, "cpu")
+    drafter = fresh_drafter(target, IDS, (1, 2, 3))
+    drafter.set_embedding(target.embedding(torch.float32))
+    states = model(torch.arange(7)[None], output_hidden_states=True)
+    aux = torch.cat([states.hidden_states[k][0] for k in (1, 2, 3)], -1)
+    with torch.no_grad():
+        hidden = drafter.combine(aux)
+        q, k, v = drafter.queries_keys_values(drafter.layer_input(torch.arange(7) + 5, hidden), torch.arange(7))
+        attention = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, scale=drafter.shape.scale, enable_gqa=True
+        )
+        logits = drafter.logits(drafter.finish(attention.transpose(0, 1), hidden))
+    # hidden_states[3] is the input of the last of four layers, so the drafter is the rest of the target
+    assert torch.allclose(logits, states.logits[0][:, IDS], rtol=1e-4, atol=1e-4)
+
+
+def test_the_draft_vocabulary_is_as_asked(tmp_path: Path) -> None:
+    drafter = fresh_drafter(llama(tmp_path), IDS, (1, 2, 3))
+    assert torch.equal(drafter.draft_ids_D, IDS)
+    assert drafter.t2d.nonzero().flatten().tolist() == IDS.tolist()
+
+
+def test_another_mlp_size_begins_at_random_and_the_rest_as_the_target(tmp_path: Path) -> None:
+    target = llama(tmp_path)
+    drafter = fresh_drafter(target, IDS, (1, 2, 3), intermediate_size=40)
+    last = target.layer_tensors(3, torch.float32)
+    assert drafter.midlayer.mlp.up_proj.weight.shape == (40, 16)
+    assert 0.01 < drafter.midlayer.mlp.up_proj.weight.std().item() < 0.03
+    assert torch.equal(drafter.midlayer.self_attn.o_proj.weight, last["self_attn.o_proj.weight"])
+
+
+def test_random_parts_follow_the_seed(tmp_path: Path) -> None:
+    target = llama(tmp_path)
+    weights = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        weights.append(fresh_drafter(target, IDS, (1, 2, 3), intermediate_size=40).midlayer.mlp.up_proj.weight)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_target_with_mla_and_experts_gives_head_norms_and_shape(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        tie_word_embeddings=False,
+    )
+    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
+    target = Target(tmp_path, "tiny-mla")
+    drafter = fresh_drafter(target, IDS, (0, 1, 2))
+    assert torch.equal(drafter.lm_head.weight, target.lm_head(torch.float32)[IDS])
+    assert drafter.midlayer.self_attn.q_proj.weight.shape == (2 * 8, 32)
+    assert all(bool(weight.isfinite().all()) for weight in drafter.parameters())
+
+
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match="has token 37"):
+        fresh_drafter(llama(tmp_path), torch.tensor([1, 37]), (1, 2, 3))

@@ -1,0 +1,78 @@
+"""The draft vocabulary, with numbers."""
+
+import pytest
+import torch
+
+from eyas import vocab
+from eyas.errors import EyasError
+
+
+def test_the_most_frequent_tokens_are_chosen_and_ties_go_to_the_lower_id() -> None:
+    counts = torch.tensor([0, 5, 2, 9, 2, 2, 0])
+    assert vocab.choose_vocab(counts, 3).tolist() == [1, 2, 3]
+    assert vocab.choose_vocab(counts, 6).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_ties_are_deterministic_in_a_large_vocabulary() -> None:
+    chosen = vocab.choose_vocab(torch.zeros(100_000, dtype=torch.int64), 1000)
+    assert torch.equal(chosen, torch.arange(1000))
+
+
+@pytest.mark.parametrize("size", [0, 8])
+def test_an_impossible_size_is_refused(size: int) -> None:
+    with pytest.raises(EyasError, match="does not fit"):
+        vocab.choose_vocab(torch.ones(7), size)
+
+
+def test_offsets_and_ids_are_inverse_with_the_numbers_engines_expect() -> None:
+    ids = torch.tensor([2, 3, 7, 30])
+    assert vocab.offsets(ids).tolist() == [2, 2, 5, 27]
+    assert torch.equal(vocab.absolute(vocab.offsets(ids)), ids)
+    assert vocab.membership(ids, 31).nonzero().flatten().tolist() == [2, 3, 7, 30]
+
+
+def test_coverage_is_the_share_of_counted_tokens() -> None:
+    assert vocab.coverage(torch.tensor([6, 3, 1]), torch.tensor([0, 2])) == pytest.approx(0.7)
+    with pytest.raises(EyasError, match="no token was counted"):
+        vocab.coverage(torch.zeros(3), torch.tensor([0]))
+
+
+IDS = torch.tensor([2, 3, 7, 30])
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize(("d2t", "expected"), [(vocab.offsets(IDS), True), (IDS, False)])
+def test_offsets_and_target_ids_are_told_apart_by_the_numbers(d2t: torch.Tensor, expected: bool, with_mask: bool) -> None:
+    mask = vocab.membership(IDS, 31) if with_mask else None
+    assert vocab.is_offset(d2t, 31, mask) is expected
+
+
+def test_the_mask_decides_where_both_readings_are_possible() -> None:
+    d2t = torch.tensor([0, 1, 2, 3])  # as offsets tokens 0, 2, 4, 6
+    assert vocab.is_offset(d2t, 10, vocab.membership(torch.tensor([0, 2, 4, 6]), 10))
+    assert not vocab.is_offset(d2t, 10, vocab.membership(torch.tensor([0, 1, 2, 3]), 10))
+    with pytest.raises(EyasError, match="alike"):
+        vocab.is_offset(d2t, 10)
+
+
+@pytest.mark.parametrize(
+    ("d2t", "mask", "told"),
+    [
+        ([5, 5, 40, 5], None, "outside"),
+        ([-1, -1, 2, 2], None, "outside"),
+        ([1, 0, 0, 0], None, "twice"),
+        ([0, 0, 0, 0], [2, 3, 7, 30], "t2d marks other tokens"),
+        ([0, 0, 0, 0], [], "t2d marks other tokens"),
+    ],
+)
+def test_nonsense_is_refused(d2t: list[int], mask: list[int] | None, told: str) -> None:
+    mask_V = None if mask is None else vocab.membership(torch.tensor(mask, dtype=torch.int64), 31)
+    with pytest.raises(EyasError, match=told):
+        vocab.is_offset(torch.tensor(d2t), 31, mask_V)
+
+
+def test_a_new_draft_vocabulary_keeps_known_rows_and_takes_new_ones_from_the_target() -> None:
+    rows = torch.tensor([[10.0], [11.0], [12.0]])
+    target = torch.arange(6.0).unsqueeze(-1)
+    moved = vocab.reselect(rows, torch.tensor([1, 3, 5]), torch.tensor([0, 3, 4, 5]), target)
+    assert moved.flatten().tolist() == [0.0, 11.0, 4.0, 12.0]
