@@ -8,8 +8,8 @@ With ``prep.replies.mode: given`` the training replies are those of the data; he
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ class ReplySet:
     name: str
     prompts: list[Prompt]
     sampling: Sampling | None
+
+
+@dataclass
+class Answered:
+    """Outcome of one set in this process: prompts that cannot be answered, and the rate of sampling (None: nothing was left to do)."""
+
+    quarantined: list[Quarantined] = field(default_factory=list)
+    tokens_per_second: float | None = None
 
 
 def reply_sets(config: Config, split: PromptSplit) -> list[ReplySet]:
@@ -68,14 +76,17 @@ def write_replies(config: Config, target: Target, split: PromptSplit, load_model
     try:
         sets = reply_sets(config, split)
         tokenizer = target.tokenizer()
-        faults = {chosen.name: _answer(chosen, config, target, tokenizer, folder, load_model) for chosen in sets}
+        answered = {chosen.name: _answer(chosen, config, target, tokenizer, folder, load_model) for chosen in sets}
+        faults = {name: list(result.quarantined) for name, result in answered.items()}
         rows = {chosen.name: read_rows(config, target, chosen.name) for chosen in sets}
         for name in SETS:
             faults[name] += rows[name].quarantined
-        _write_quarantine(folder, faults)
+        write_quarantine(folder, faults)
         reasons = Counter(fault.reason for found in faults.values() for fault in found)
         require_share(reasons.total(), sum(len(chosen.prompts) for chosen in sets), reasons, config.prep)
-        holds = {chosen.name: _count(folder / f"{chosen.name}.jsonl", rows[chosen.name]) for chosen in sets}
+        holds = {
+            name: {**_count(folder / f"{name}.jsonl", rows[name]), "tokens_per_second": answered[name].tokens_per_second} for name in SETS
+        }
         finish(folder, {"sets": holds, "quarantined": dict(reasons), "dropped": split.dropped})
     finally:
         lock.release()
@@ -107,46 +118,48 @@ def _answer(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     load_model: Callable[[], PreTrainedModel],
-) -> list[Quarantined]:
-    """Append the missing lines of one set; return the prompts that cannot be answered at all."""
+) -> Answered:
+    """Append the missing lines of one set."""
     path = folder / f"{chosen.name}.jsonl"
-    faults: list[Quarantined] = []
+    result = Answered()
     with JsonlAppender(path) as file:
         done = {record["key"] for _, record in read_jsonl(path)}
-        requests: dict[str, Request] = {}
-        for prompt in chosen.prompts:
+        missing = [prompt for prompt in chosen.prompts if prompt.key not in done]
+        requests: dict[str, tuple[Prompt, Request]] = {}
+        for prompt in missing:
             try:
                 if chosen.sampling is None:
-                    if prompt.key not in done:
-                        file.append(_given(prompt, tokenizer, target))
-                    continue
-                request = _request(prompt, tokenizer, config)
+                    file.append(_given(prompt, tokenizer, target))
+                else:
+                    requests[prompt.key] = (prompt, _request(prompt, tokenizer, config))
             except Unusable as reason:
-                faults.append(Quarantined(prompt.key, prompt.category, str(reason)))
-                continue
-            if prompt.key not in done:
-                requests[prompt.key] = request
+                result.quarantined.append(Quarantined(prompt.key, prompt.category, str(reason)))
         if chosen.sampling is not None and requests:
-            prompts = {prompt.key: prompt for prompt in chosen.prompts}
-            for reply in _progress(chosen, requests, len(done), config, target, load_model()):
-                file.append(_record(prompts[reply.key], requests[reply.key], reply, chosen.sampling.temperature))
-    return faults
+            result.tokens_per_second = _sample(chosen, chosen.sampling, requests, len(done), config, target, load_model(), file)
+    return result
 
 
-def _progress(
-    chosen: ReplySet, requests: dict[str, Request], done: int, config: Config, target: Target, model: PreTrainedModel
-) -> Iterator[Reply]:
-    """Sample, and show replies, tokens a second and the share of finished ones."""
-    assert chosen.sampling is not None
-    start, tokens, finished, count = time.monotonic(), 0, 0, 0
+def _sample(
+    chosen: ReplySet,
+    sampling: Sampling,
+    requests: dict[str, tuple[Prompt, Request]],
+    done: int,
+    config: Config,
+    target: Target,
+    model: PreTrainedModel,
+    file: JsonlAppender,
+) -> float:
+    """Answer the requests, each reply written as it ends; return the tokens generated a second, prefill included."""
+    start, tokens, finished = time.monotonic(), 0, 0
+    slots, stop_ids = config.prep.replies.batch_size, target.shape.eos_ids
     with Task(f"replies ({chosen.name})", total=done + len(requests), unit="replies", done=done) as task:
-        for reply in sample(
-            model, list(requests.values()), chosen.sampling, slots=config.prep.replies.batch_size, stop_ids=target.shape.eos_ids
-        ):
-            yield reply
-            tokens, finished, count = tokens + len(reply.ids), finished + reply.finished, count + 1
+        waiting = [request for _, request in requests.values()]
+        for count, reply in enumerate(sample(model, waiting, sampling, slots=slots, stop_ids=stop_ids), 1):
+            file.append(_record(*requests[reply.key], reply, sampling.temperature))
+            tokens, finished = tokens + len(reply.ids), finished + reply.finished
             rate = tokens / (time.monotonic() - start)
             task.advance(note=f"{rate:,.0f} tok/s, {finished / count:.0%} finished")
+    return round(rate, 1)
 
 
 def _request(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Config) -> Request:
@@ -184,8 +197,9 @@ def _origin(prompt: Prompt) -> dict[str, str]:
     return {"key": prompt.key, "category": prompt.category, "family": prompt.family}
 
 
-def _write_quarantine(folder: Path, faults: dict[str, list[Quarantined]]) -> None:
-    lines = [json.dumps({"set": name, **fault.to_json()}, ensure_ascii=False) + "\n" for name in SETS for fault in faults[name]]
+def write_quarantine(folder: Path, faults: dict[str, list[Quarantined]]) -> None:
+    """Write ``folder/quarantine.jsonl``: set, key of the prompt, category and reason of each, by set."""
+    lines = [json.dumps({"set": name, **fault.to_json()}, ensure_ascii=False) + "\n" for name, found in faults.items() for fault in found]
     write_text(folder / QUARANTINE, "".join(lines))
 
 

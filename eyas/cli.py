@@ -52,6 +52,68 @@ def export(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -
 
 
 @app.command()
+def show(
+    row: Annotated[int, typer.Argument(help="number of the row, from 0")],
+    config: ConfigOption = DEFAULT_CONFIG,
+    split: Annotated[str, typer.Option(help="train, greedy or sampled")] = "train",
+    overrides: SetOption = None,
+) -> None:
+    """Print one row of the store with its supervised tokens in colour."""
+    from data_prep.show import show as run_show
+    from eyas.config import load_config
+
+    run_show(load_config(config, overrides), row, split)
+
+
+@app.command()
+def serve(
+    config: ConfigOption = DEFAULT_CONFIG,
+    port: Annotated[int | None, typer.Option(help="instead of engine.port; 0 takes a free one")] = None,
+    baseline: Annotated[bool, typer.Option(help="serve without speculation unless a request names a drafter")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Serve the target with the run's drafters over HTTP on loopback, as a client of SGLang expects it."""
+    from eval.bench import BASELINE, RESULT, default_drafters
+    from eval.server import run_server
+    from eyas.config import load_config
+
+    loaded = load_config(config, overrides)
+    run_server(loaded, default_drafters(loaded), BASELINE if baseline else RESULT, port)
+
+
+@app.command()
+def bench(
+    config: ConfigOption = DEFAULT_CONFIG,
+    url: Annotated[str | None, typer.Option(help="measure this server instead of starting the embedded one")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Measure the run's drafters against the baseline on held-out prompts; resumes where it stopped."""
+    from eval.bench import bench as run_bench
+    from eval.bench import default_drafters
+    from eyas.config import load_config
+
+    loaded = load_config(config, overrides)
+    print(run_bench(loaded, url, default_drafters(loaded)))
+
+
+@app.command()
+def report(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -> None:
+    """Write report.json, report.md and report.html from what was measured."""
+    from eval.report import write_report
+    from eyas.config import load_config
+
+    print(write_report(load_config(config, overrides)))
+
+
+@app.command("eval")
+def evaluate(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -> None:
+    """Export, serve, measure against the baseline, report: all of stage three."""
+    export(config, overrides)
+    bench(config, None, overrides)
+    report(config, overrides)
+
+
+@app.command()
 def plan(
     baseline_tps: Annotated[float, typer.Option(help="tokens a second of the server without speculation, one request")],
     cycle_ms: Annotated[float, typer.Option(help="milliseconds of one draft+verify cycle")],
@@ -76,11 +138,11 @@ def inspect(path: Path) -> None:
     Console().print(describe(path))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Entry point: run the app; an EyasError is one line on stderr and exit code 1, Ctrl-C is 130."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        app(standalone_mode=True)
+        app(arguments)
     except EyasError as error:
         print(f"eyas: {error}", file=sys.stderr)
         sys.exit(1)

@@ -3,7 +3,10 @@
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from netrc import netrc
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from accelerate import Accelerator
 
@@ -35,11 +38,13 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _wandb_mode() -> str:
+    """WANDB_MODE if set; else online only where wandb itself would find a key (environment or netrc), for it would ask otherwise."""
     if mode := os.environ.get("WANDB_MODE"):
         return mode
-    import wandb
-
-    return "online" if wandb.api.api_key else "offline"
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    logins = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    logged_in = "WANDB_API_KEY" in os.environ or (logins.is_file() and netrc(logins).authenticators(host) is not None)
+    return "online" if logged_in else "offline"
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
