@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from eyas.errors import EyasError
+
 NAME = "eyas_grouped"
 FEW_QUERIES = 16
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -57,10 +59,11 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The function transformers calls: query [B, H, M, d], key and value [B, K, T, d]; returns ([B, M, H, d], None).
 
-    Raises ValueError for what it does not compute (soft-capped scores, attention sinks, position biases, non-causal attention).
+    Raises EyasError for what it does not compute: soft-capped scores, attention sinks, position biases.
     """
-    if dropout or kwargs.get("is_causal") is False or any(kwargs.get(name) is not None for name in _UNSUPPORTED):
-        raise ValueError(f"{NAME} computes plain causal attention only; load {type(module).__name__} with another attn_implementation")
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise EyasError(f"this target's attention uses {name} ({type(module).__name__}), which {NAME} does not compute")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     M, T = query.shape[2], key.shape[2]
     if M <= FEW_QUERIES:

@@ -481,6 +481,21 @@ def test_a_full_disk_leaves_nothing_half_visible(tiny_disk):
     assert_one_line_and_nothing_half_visible(fill_disk(folder, "disk"), folder, "No space left on device")
 
 
+def test_a_disk_that_fills_between_shard_and_sidecar_leaves_neither_and_the_next_flush_writes_both(tiny_disk):
+    folder, row = tiny_disk / "store", make_row(0, 5)
+    with StateWriter(folder, spec(), MB) as writer:
+        writer.add(row)
+        free = os.statvfs(tiny_disk)
+        room = 2 * free.f_bsize  # the shard's two pages, and none for the sidecar
+        (tiny_disk / "filler").write_bytes(bytes(free.f_bavail * free.f_bsize - room))
+        with pytest.raises(EyasError, match=r"cannot write .*states-w0-00000\.json: No space left"):
+            writer.flush()
+        assert sorted(path.name for path in folder.iterdir()) == [".w0.lock", "manifest.json"]
+        (tiny_disk / "filler").unlink()
+    finish_store(folder, {})
+    assert_same_row(StateStore(folder).read(0), row)
+
+
 # --- damage
 
 
