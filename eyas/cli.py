@@ -46,6 +46,7 @@ def train(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) ->
 def export(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -> None:
     """Write the best checkpoint as a folder that SGLang loads, read it back and compare."""
     from eval.export import export as run_export
+
     from eyas.config import load_config
 
     run_export(load_config(config, overrides))
@@ -129,13 +130,13 @@ def plan(
 
 
 @app.command()
-def inspect(path: Path) -> None:
+def inspect(path: Path, verify: Annotated[bool, typer.Option(help="read every byte and check it against its checksum")] = False) -> None:
     """Say what a folder is: target, state store, drafter, export, checkpoint, replies."""
     from rich.console import Console
 
     from eyas.inspect_folder import inspect as describe
 
-    Console().print(describe(path))
+    Console().print(describe(path, verify))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -210,7 +210,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         if config.get(name):
             raise EyasError(f"{name} is set: biases are not supported")
     layer_types = config.get("layer_types") or []
-    windowed = config.get("use_sliding_window", bool(config.get("sliding_window")))
+    windowed = bool(config.get("use_sliding_window", config.get("sliding_window")))
     expected = (
         ("num_hidden_layers", config.get("num_hidden_layers", 1), 1),
         ("target_hidden_size", config.get("target_hidden_size") or config.get("hidden_size"), config.get("hidden_size")),

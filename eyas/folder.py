@@ -153,13 +153,13 @@ def _check_written(drafter: Drafter, config: dict[str, Any]) -> None:
 
 
 def _prepared(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """On the CPU, contiguous, of its own storage (packed weights share one), and finite."""
+    """On the CPU, contiguous and finite, weights in ``dtype``."""
     if not tensor.is_floating_point():
         return tensor.detach().cpu().contiguous()
     ready = tensor.detach().to("cpu", dtype).contiguous()
     if not bool(ready.isfinite().all()):
         raise EyasError(f"{name} holds values that are not finite in {dtype}: training diverged, or the dtype is too narrow")
-    return ready.clone() if ready.untyped_storage().nbytes() != ready.nbytes else ready
+    return ready
 
 
 def _resolve(name: str) -> Path:

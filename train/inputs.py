@@ -73,7 +73,7 @@ def _from_scratch(config: Config, target: Target, layers: tuple[int, ...]) -> tu
     path = config.folder("states") / "token_counts.safetensors"
     if not path.is_file():
         raise EyasError(f"{path} does not exist: run `eyas prep` first")
-    (counts_V,) = load_file(path).values()
+    counts_V = load_file(path)["counts"]
     size = config.drafter.draft_vocab_size or target.shape.vocab_size
     if size > target.shape.vocab_size:
         raise EyasError(f"drafter.draft_vocab_size is {size}, the target's vocabulary has {target.shape.vocab_size} tokens")

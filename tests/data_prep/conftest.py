@@ -1,12 +1,16 @@
 """A tiny target: a random Llama with a byte-level tokenizer and a ChatML template, as an ordinary HF folder."""
 
+import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eyas.config import Config
 from eyas.target import Target
 
 CHATML = (
@@ -63,7 +67,7 @@ def tiny(tiny_folder: Path) -> Target:
 @pytest.fixture
 def make_config(tmp_path: Path, tiny_folder: Path):
     """A run of the tiny target on 24 prompts; keyword arguments replace parts of ``prep``."""
-    words = "river stone candle harbour violin meadow copper winter basket thunder garden mirror planet saddle pepper anchor".split()
+    words = ["river", "stone", "candle", "harbour", "violin", "meadow", "copper", "winter", "basket", "thunder", "garden", "mirror"]
     chooser = random.Random(0)
     prompts = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"prompt": " ".join(chooser.sample(words, 4 + number % 9))}) for number in range(24)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -124,6 +124,7 @@ json_values = st.recursive(
 
 
 @given(value=json_values)
+@example(value={"\udc80": "half a pair: \\\ud83d"})
 def test_json_is_read_as_it_was_written_lone_surrogates_included(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("json")
     write_json(folder / "a.json", value)

@@ -57,7 +57,7 @@ def tiny_states(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -
                 counts += torch.bincount(row.ids_T[row.supervised_T], minlength=VOCABULARY) if name == "train" else 0
                 writer.add(row)
         finish_store(folder / name, {})
-    save_file({"counts_V": counts}, folder / "token_counts.safetensors")
+    save_file({"counts": counts}, folder / "token_counts.safetensors")
     return folder
 
 

@@ -215,10 +215,10 @@ def test_a_time_budget_ends_with_the_schedule_at_its_end(make_run) -> None:
 def test_steps_in_which_nothing_counts_move_nothing(make_run) -> None:
     config = load_config(make_run("nothing", max_steps=2), ["drafter.draft_vocab_size=1"])
     path = config.folder("states") / "token_counts.safetensors"
-    unused_V = (load_file(path)["counts_V"] == 0).long()
+    unused_V = (load_file(path)["counts"] == 0).long()
     assert unused_V.any()
     path.unlink()
-    save_file({"counts_V": unused_V}, path)
+    save_file({"counts": unused_V}, path)
     folder = train(config)
     assert log_of(folder, "train")[-1]["loss"] is None
     first, last = log_of(folder, "validation")

@@ -1,0 +1,115 @@
+import json
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from data_prep.__main__ import main
+from data_prep.prep import run_prep, state_spec
+from data_prep.replies import SETS, read_rows
+from data_prep.show import SUPERVISED, coloured, show
+from eyas.errors import EyasError
+from eyas.folder import DrafterFolder
+from eyas.manifest import read_manifest
+from eyas.states import StateStore
+from eyas.target import Target
+
+
+def test_a_run_ends_with_three_verified_stores_of_the_replies_rows(make_config, tiny):
+    config = make_config()
+    run_prep(config)
+    for name in SETS:
+        store = StateStore(config.folder(f"states/{name}"))
+        rows = read_rows(config, tiny, name).usable
+        assert store.keys == sorted(row.key for row in rows)
+        assert store.spec.layers == tiny.default_layers()
+        assert store.verify() == []
+        assert store.manifest.holds["rechecked"] >= 1
+
+
+def test_token_counts_are_the_supervised_tokens_of_the_training_rows(make_config, tiny):
+    config = make_config()
+    run_prep(config)
+    counts = load_file(config.folder("states") / "token_counts.safetensors")["counts"]
+    store = StateStore(config.folder("states/train"))
+    expected = torch.zeros(tiny.shape.vocab_size, dtype=torch.int64)
+    for index in range(len(store)):
+        row = store.read(index)
+        for token in row.ids_T[row.supervised_T].tolist():
+            expected[token] += 1
+    assert torch.equal(counts, expected)
+
+
+def test_a_second_run_loads_no_model_and_changes_no_file(make_config, monkeypatch):
+    config = make_config()
+    run_prep(config)
+    before = {path: path.stat().st_mtime_ns for path in config.output.rglob("*.jsonl")} | {
+        path: path.read_bytes() for path in config.output.rglob("manifest.json")
+    }
+    monkeypatch.setattr(Target, "load_model", lambda *_: pytest.fail("model loaded"))
+    run_prep(config)
+    after = {path: path.stat().st_mtime_ns for path in config.output.rglob("*.jsonl")} | {
+        path: path.read_bytes() for path in config.output.rglob("manifest.json")
+    }
+    assert before == after
+
+
+def test_the_summary_names_counts_quarantine_and_coverage(make_config, capsys):
+    config = make_config(max_length=100, max_quarantine=1.0)
+    run_prep(config)
+    text = capsys.readouterr().out
+    holds = read_manifest(config.folder("states/train")).holds
+    assert f"{holds['tokens']:,}" in text
+    assert f"{sum(read_manifest(config.folder('replies')).holds['quarantined'].values())} prompt over prep.max_length" in text
+    assert "263 tokens cover 100.00% of the supervised training tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "recorded", "candidates", "layers"),
+    [
+        ([1, 2, 4], (0, 3, 5), [], (1, 2, 4)),
+        (None, (0, 3, 5), [], (0, 3, 5)),
+        (None, None, [(1, 3, 4), (2, 4, 5)], (1, 3, 4)),
+        (None, None, [], (2, 3, 4)),
+    ],
+)
+def test_layers_are_the_configs_else_the_warm_starts_else_the_targets(make_config, tiny_folder, asked, recorded, candidates, layers):
+    config = make_config(states={"layers": asked})
+    target = Target(tiny_folder, "tiny")
+    target.default_layers = lambda: (2, 3, 4)
+    assert state_spec(config, target, DrafterFolder(None, recorded, [], {}, candidates)).layers == layers
+
+
+def test_shown_rows_have_exactly_their_supervised_stretch_in_colour(make_config, tiny):
+    config = make_config()
+    run_prep(config)
+    row = read_rows(config, tiny, "greedy").usable[1]
+    text = coloured(tiny.tokenizer(), row.tokens)
+    marked = "".join(text.plain[span.start : span.end] for span in text.spans if span.style == SUPERVISED)
+    reply = [token for token, flag in zip(row.tokens.ids, row.tokens.supervised, strict=True) if flag]
+    assert marked == tiny.tokenizer().decode(reply)
+    for name in ("1", row.key[:16], row.prompt_key):
+        output = StringIO()
+        show(config, name, "greedy", Console(file=output, width=200))
+        assert row.key[:12] in output.getvalue()
+        assert f"{len(reply)} supervised" in output.getvalue()
+
+
+def test_a_row_that_is_not_there_is_named_with_the_possible_numbers(make_config):
+    config = make_config()
+    run_prep(config)
+    with pytest.raises(EyasError, match="greedy has no row 99: give a number from 0 to 3"):
+        show(config, "99", "greedy")
+
+
+def test_the_module_runs_a_yaml_config_and_says_user_errors_in_one_line(make_config, tmp_path, capsys):
+    config = make_config()
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json")))
+    assert main([str(path)]) == 0
+    assert main([str(path), "--set", "prep.replies.temperature=0.2"]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("data_prep: ")
+    assert "temperature is 1.0 there and 0.2 here" in error
