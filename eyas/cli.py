@@ -54,7 +54,7 @@ def export(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -
 
 @app.command()
 def show(
-    row: Annotated[int, typer.Argument(help="number of the row, from 0")],
+    row: Annotated[str, typer.Argument(help="number of the row, from 0, or the beginning of its key")],
     config: ConfigOption = DEFAULT_CONFIG,
     split: Annotated[str, typer.Option(help="train, greedy or sampled")] = "train",
     overrides: SetOption = None,
