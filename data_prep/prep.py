@@ -61,7 +61,7 @@ def run_prep(config: Config) -> None:
         save_file({"counts": counts_V}, temporary)
     console.print(_table(config))
     for line in _notes(config, split.dropped, spec, counts_V, drafter):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def state_spec(config: Config, target: Target, drafter: DrafterFolder | None) -> StateSpec:
@@ -108,27 +108,29 @@ def _proof(report: CaptureReport) -> dict[str, Any]:
 
 
 def _table(config: Config) -> Table:
-    table = Table(title="prep")
-    columns = ("set", "replies", "finished", "looping", "reply tok/s", "rows", "tokens", "supervised", "capture tok/s", "padding", "MB")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "set" else "right")
     replies = read_manifest(config.folder("replies"), "replies").holds["sets"]
-    for name in SETS:
-        answered, stored = replies[name], read_manifest(config.folder(f"states/{name}"), "states").holds
-        table.add_row(
-            name,
-            f"{answered['replies']:,}",
-            f"{answered['finished'] / max(answered['replies'], 1):.0%}",
-            f"{answered['looping']:,}",
-            _rate(answered["tokens_per_second"]),
-            f"{stored['rows']:,}",
-            f"{stored['tokens']:,}",
-            f"{stored['supervised']:,}",
-            _rate(stored["tokens_per_second"]),
-            f"{stored['padding_share']:.1%}",
-            f"{stored['bytes'] / 1e6:,.1f}",
-        )
+    columns = [_figures(replies[name], read_manifest(config.folder(f"states/{name}"), "states").holds) for name in SETS]
+    table = Table("", *SETS, title="prep")
+    for place in range(1, len(SETS) + 1):
+        table.columns[place].justify = "right"
+    for figure in columns[0]:
+        table.add_row(figure, *(column[figure] for column in columns))
     return table
+
+
+def _figures(answered: dict[str, Any], stored: dict[str, Any]) -> dict[str, str]:
+    return {
+        "replies": f"{answered['replies']:,}",
+        "finished by themselves": f"{answered['finished'] / max(answered['replies'], 1):.0%}",
+        "ending in a loop": f"{answered['looping']:,}",
+        "tokens a second, replies": _rate(answered["tokens_per_second"]),
+        "rows": f"{stored['rows']:,}",
+        "tokens": f"{stored['tokens']:,}",
+        "of them supervised": f"{stored['supervised']:,}",
+        "tokens a second, capture": _rate(stored["tokens_per_second"]),
+        "padding": f"{stored['padding_share']:.1%}",
+        "MB on disk": f"{stored['bytes'] / 1e6:,.1f}",
+    }
 
 
 def _rate(value: float | None) -> str:

@@ -111,7 +111,7 @@ class AcceptanceRule:
             return best[: standing + 1]
         p_MV = torch.softmax(logits_MV.float() / self.temperature, dim=-1)
         for i, draft in enumerate(drafts):
-            if self.uniform() >= 0.6:
+            if self.uniform() >= float(p_MV[i, draft]):
                 p_MV[i, draft] = 0
                 return [*drafts[:i], self._sample(p_MV[i])]
         return [*drafts, self._sample(p_MV[-1])]

@@ -45,7 +45,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=len(tokenizer),
         hidden_size=48,
         intermediate_size=64,
-        num_hidden_layers=6,
+        num_hidden_layers=8,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=8,
