@@ -425,7 +425,9 @@ def _end_with_parent() -> None:
     """Terminate when stdin closes: the parent holds its other end, so a parent that was killed leaves no server behind."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # not sys.stdin: its lock, held here, would abort an interpreter that ends for another reason
+        while os.read(0, 4096):
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -27,7 +27,9 @@ def write_config(tmp_path: Path, smollm2: Path):
     def write(**sections: object) -> str:
         prompts = tmp_path / "prompts.jsonl"
         if not prompts.exists():
-            prompts.write_text("".join(json.dumps({"prompt": f"Tell me about the number {n} and its {n % 7} friends."}) + "\n" for n in range(20)))
+            prompts.write_text(
+                "".join(json.dumps({"prompt": f"Tell me about the number {n} and its {n % 7} friends."}) + "\n" for n in range(20))
+            )
         values = {
             "output": str(tmp_path / "out"),
             "target": {"model": str(smollm2)},
