@@ -258,19 +258,16 @@ class EventStream(StreamingResponse):
 
 
 async def _generate_events(served: Served, job: Job, sampling: SamplingParams) -> AsyncIterator[dict[str, Any]]:
-    """Pieces of /generate as SGLang streams them: each holds all text and ids so far."""
+    """Pieces of /generate as SGLang streams them: each holds all text and ids so far, the last one the final meta_info too.
+
+    A piece goes out as soon as its tokens are known, for a client takes the time of the first one; so the last piece brings no new token.
+    """
     stream, ids = TextStream(served.tokenizer, sampling.skip_special_tokens), list[int]()
-    held: list[int] = []
     async for new in job.pieces():
-        if held:  # one piece behind, because the last one carries the final meta_info
-            stream.add(held)
-            ids += held
-            yield {
-                "text": stream.text,
-                "output_ids": ids,
-                "meta_info": protocol.partial_meta_info(job.id, len(job.ask.prompt_ids), len(ids)),
-            }
-        held = new
+        stream.add(new)
+        ids += new
+        info = protocol.partial_meta_info(job.id, len(job.ask.prompt_ids), len(ids))
+        yield {"text": stream.text, "output_ids": ids, "meta_info": info}
     generation = await job.result()
     yield _generate_event(served, job, generation, _text(served, generation, sampling))
 
@@ -401,7 +398,8 @@ def run_server(
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio turns Nagle's delay off only on sockets that name their protocol
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
         raise EyasError(f"engine.host {host}: {error.strerror or error}") from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

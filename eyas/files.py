@@ -29,7 +29,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # the user's umask decides who may read it
         made = True
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # safetensors puts a file of its own there, which only its owner may read
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

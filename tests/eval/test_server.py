@@ -136,6 +136,7 @@ def test_streamed_generation_grows_to_the_whole_answer(http: httpx.Client) -> No
         assert after["text"].startswith(before["text"])
         assert before["meta_info"]["finish_reason"] is None
         assert before["meta_info"]["completion_tokens"] == len(before["output_ids"])
+    assert pieces[-2]["output_ids"] == whole["output_ids"]  # no piece is held back until the reply is finished
     assert (pieces[-1]["output_ids"], pieces[-1]["text"]) == (whole["output_ids"], whole["text"])
     assert pieces[-1]["meta_info"]["spec_verify_ct"] == whole["meta_info"]["spec_verify_ct"]
 

@@ -65,6 +65,13 @@ def test_the_users_umask_decides_who_may_read_a_file(tmp_path):
     assert (tmp_path / "file.txt").stat().st_mode & 0o777 == 0o640
 
 
+def test_a_tensor_file_is_as_readable_as_any_other(tmp_path):
+    with atomic_path(tmp_path / "x.safetensors") as temporary:
+        save_file({"x": torch.zeros(1)}, temporary)
+    write_text(tmp_path / "x.txt", "x")
+    assert (tmp_path / "x.safetensors").stat().st_mode == (tmp_path / "x.txt").stat().st_mode
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EyasError, match=r"cannot write .*file/x/y\.txt: "):
