@@ -46,7 +46,6 @@ def train(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) ->
 def export(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -> None:
     """Write the best checkpoint as a folder that SGLang loads, read it back and compare."""
     from eval.export import export as run_export
-
     from eyas.config import load_config
 
     run_export(load_config(config, overrides))

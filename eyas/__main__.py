@@ -1,0 +1,5 @@
+"""``python -m eyas COMMAND``: the same as ``eyas COMMAND``."""
+
+from eyas.cli import main
+
+main()
