@@ -3,7 +3,7 @@ CONFIG ?= configs/smollm2.yaml
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: install train eval push test lint clean help
+.PHONY: install train eval test starter clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -28,6 +28,12 @@ test: .venv/installed ## lint, types, tests
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 	OMP_NUM_THREADS=2 $(RUN)/pytest
+
+starter: .venv/installed ## train the starter drafter anew (hours) and put it under checkpoints/starter-smollm2
+	$(RUN)/eyas prep --config configs/starter-smollm2.yaml
+	$(RUN)/eyas train --config configs/starter-smollm2.yaml
+	$(RUN)/eyas export --config configs/starter-smollm2.yaml
+	cp checkpoints/starter-run/export/* checkpoints/starter-smollm2/
 
 clean: ## remove the environment; outputs under checkpoints/ stay
 	rm -rf .venv

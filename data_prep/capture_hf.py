@@ -29,6 +29,7 @@ from eyas.target import Target
 STATE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 # Largest difference of a logit from lm_head(final), relative to the largest logit of the row.
 LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+LIKE_LENGTH = 0.85
 MB = 2**20
 
 
@@ -88,10 +89,16 @@ def capture(
 
 
 def batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
-    """Rows in batches of like length, longest first; a batch times its longest row is at most ``batch_tokens`` (one row may exceed it)."""
+    """Rows in batches of like length, longest first; a batch times its longest row is at most ``batch_tokens`` (one row may exceed it).
+
+    A batch that is at least a quarter full takes no row much shorter than its longest: a smaller batch costs less than the padding.
+    """
     batch: list[Row] = []
     for row in sorted(rows, key=lambda row: (-len(row.tokens.ids), row.key)):
-        if batch and (len(batch) + 1) * len(batch[0].tokens.ids) > batch_tokens:
+        length, longest = len(row.tokens.ids), len(batch[0].tokens.ids) if batch else 0
+        full = (len(batch) + 1) * longest > batch_tokens
+        uneven = 4 * len(batch) * longest >= batch_tokens and length < LIKE_LENGTH * longest
+        if batch and (full or uneven):
             yield batch
             batch = []
         batch.append(row)

@@ -1,6 +1,6 @@
 """The stage: prompts -> replies -> rows -> hidden states, for training and for the two held-out sets.
 
-    python -m data_prep CONFIG        (or: eyas prep -c CONFIG)
+    eyas prep -c CONFIG        (or: python -m data_prep -c CONFIG)
 
 Reads ``prep.sources``; writes ``output/replies`` and ``output/states/{train,greedy,sampled}`` (each with a manifest) and
 ``output/states/token_counts.safetensors``. What is current is skipped, what was interrupted is resumed; the target is loaded only

@@ -3,16 +3,35 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from eyas.errors import EyasError
 
 # The heavy libraries (torch, transformers) are imported inside the commands: --help must answer at once.
 
+
+class Commands(TyperGroup):
+    """All commands: an EyasError is one line on stderr and exit code 1, Ctrl-C is one line and 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except EyasError as error:
+            print(f"eyas: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt as stop:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"eyas: interrupted, {str(stop) or 'what was finished is kept'}; the same command resumes", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="eyas",
+    cls=Commands,
     help="Fine-tune EAGLE-3 drafters until speculative decoding pays.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -73,7 +92,8 @@ def serve(
     overrides: SetOption = None,
 ) -> None:
     """Serve the target with the run's drafters over HTTP on loopback, as a client of SGLang expects it."""
-    from eval.bench import BASELINE, RESULT, default_drafters
+    from eval.bench import RESULT, default_drafters
+    from eval.clients import BASELINE
     from eval.server import run_server
     from eyas.config import load_config
 
@@ -139,13 +159,6 @@ def inspect(path: Path, verify: Annotated[bool, typer.Option(help="read every by
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: run the app; an EyasError is one line on stderr and exit code 1, Ctrl-C is 130."""
+    """Entry point."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        app(arguments)
-    except EyasError as error:
-        print(f"eyas: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("eyas: interrupted; the same command resumes", file=sys.stderr)
-        sys.exit(130)
+    app(arguments)

@@ -1,7 +1,7 @@
 """Training: from state stores and a drafter to checkpoints, a log, and the drafter that held-out text accepts most.
 
     eyas train -c CONFIG                                               one process
-    accelerate launch --multi_gpu --num_processes 8 -m train CONFIG    one process a GPU, DDP (on CPUs as well, then by gloo)
+    accelerate launch --multi_gpu --num_processes 8 -m train -c CONFIG    one process a GPU, DDP (on CPUs as well, then by gloo)
 
 Writes ``output/train``: log.jsonl, checkpoints/step-NNNNNN (resumable), best (a drafter folder) and manifest.json. The same command
 resumes a run that was stopped: without a time budget and on the CPU in fp32, bit for bit as if it had never stopped.

@@ -6,10 +6,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from data_prep.__main__ import main
 from data_prep.prep import run_prep, state_spec
 from data_prep.replies import SETS, read_rows
 from data_prep.show import SUPERVISED, coloured, show
+from eyas.cli import main
 from eyas.errors import EyasError
 from eyas.folder import DrafterFolder
 from eyas.manifest import read_manifest
@@ -108,8 +108,10 @@ def test_the_module_runs_a_yaml_config_and_says_user_errors_in_one_line(make_con
     config = make_config()
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(config.model_dump(mode="json")))
-    assert main([str(path)]) == 0
-    assert main([str(path), "--set", "prep.replies.temperature=0.2"]) == 1
+    for arguments, code in (([], 0), (["--set", "prep.replies.temperature=0.2"], 1)):
+        with pytest.raises(SystemExit) as ended:
+            main(["prep", "-c", str(path), *arguments])
+        assert ended.value.code == code
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("data_prep: ")
+    assert error.startswith("eyas: ")
     assert "temperature is 1.0 there and 0.2 here" in error

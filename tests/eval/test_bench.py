@@ -4,7 +4,6 @@ from dataclasses import asdict
 
 import pytest
 
-from eval.__main__ import main
 from eval.bench import (
     bench,
     bench_prompts,
@@ -15,6 +14,7 @@ from eval.bench import (
     read_measurements,
     server_variants,
 )
+from eyas.cli import main
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.manifest import read_manifest
@@ -235,7 +235,12 @@ def test_a_measurement_survives_the_file(config, toy_server):
 def test_the_module_measures_and_writes_the_report(config, tmp_path, toy_server, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(config.model_dump(mode="json")))
-    assert main([str(path), "--url", toy_server.url]) == 0
+    for arguments in (["bench", "-c", str(path), "--url", toy_server.url], ["report", "-c", str(path)]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
     assert (tmp_path / "report" / "report.html").exists()
-    assert main([str(path), "--url", "nonsense"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "eval: --url nonsense: expected http://HOST:PORT"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "-c", str(path), "--url", "nonsense"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "eyas: --url nonsense: expected http://HOST:PORT"

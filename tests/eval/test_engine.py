@@ -10,11 +10,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from eval.engine import AcceptanceRule, Draft, DraftChain, Engine, Generation, Request, TargetRunner, decode
+from eval.kv_cache import cache_for
 from eyas.drafter import Drafter
 from eyas.errors import EyasError
+from eyas.folder import DrafterFolder
 from eyas.target import Target
 from tests.eval.tiny import LAYERS, tiny_drafter, tiny_folder, tiny_target
 
@@ -310,5 +312,31 @@ def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(target: Target, 
     other = tiny_folder(tiny_target(tmp_path, vocab_size=13))
     with pytest.raises(EyasError, match="drafter other: vocab_size is 13, the target's is 12"):
         Engine(target, {"other": other}, torch.float32, 64, STEPS)
+    outside = DrafterFolder(tiny_drafter(target), (1, 3, 5), [], {})
+    with pytest.raises(EyasError, match=r"hidden_states\[5\]; inputs of the target's layers 0 to 4 exist"):
+        Engine(target, {"outside": outside}, torch.float32, 64, STEPS)
+    two = DrafterFolder(tiny_drafter(target), (1, 3), [], {})
+    with pytest.raises(EyasError, match="names 2 aux layers, its fc takes 3"):
+        Engine(target, {"two": two}, torch.float32, 64, STEPS)
     with pytest.raises(EyasError, match="context is 300"):
         Engine(target, {}, torch.float32, 300, STEPS)
+
+
+def test_a_target_with_other_than_full_attention_is_refused_by_name() -> None:
+    config = LlamaConfig(num_hidden_layers=2)
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(EyasError, match="llama has linear_attention layers"):
+        cache_for(config, 8)
+
+
+def test_cropping_the_cache_copies_nothing_and_forgets_what_came_after() -> None:
+    cache = cache_for(LlamaConfig(num_hidden_layers=1), 8)
+    first, second = torch.randn(2, 1, 2, 3, 4)
+    keys, _ = cache.update(first, -first, 0)
+    buffer = keys.data_ptr()
+    cache.keep(1)
+    keys, values = cache.update(second, -second, 0)
+    assert keys.data_ptr() == buffer
+    assert torch.equal(keys, torch.cat([first[:, :, :1], second], 2))
+    assert torch.equal(values, -keys)
+    assert cache.get_seq_length() == 4

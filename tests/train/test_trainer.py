@@ -53,7 +53,7 @@ def assert_same_run(folder: Path, other: Path) -> None:
 
 
 def command(config: Path, *before: str) -> list[str]:
-    return [sys.executable, *before, "-m", "train", str(config)]
+    return [sys.executable, *before, "-m", "train", "-c", str(config)]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_ctrl_c_writes_a_checkpoint_exits_130_and_says_how_to_resume(whole, make
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert re.search(r"^train: interrupted, checkpoint of step \d+ is written; the same command resumes$", errors, re.MULTILINE)
+    assert re.search(r"^eyas: interrupted, checkpoint of step \d+ is written; the same command resumes$", errors, re.MULTILINE)
     assert "Traceback" not in errors
     assert latest(folder / "checkpoints").counters.step >= 6
     train(load_config(config))
