@@ -27,7 +27,7 @@ test: .venv/installed ## lint, types, tests
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
-	OMP_NUM_THREADS=2 $(RUN)/pytest
+	OMP_NUM_THREADS=1 $(RUN)/pytest --numprocesses auto --dist loadfile
 
 starter: .venv/installed ## train the starter drafter anew (hours) and put it under checkpoints/starter-smollm2
 	$(RUN)/eyas prep --config configs/starter-smollm2.yaml
