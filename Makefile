@@ -33,7 +33,7 @@ starter: .venv/installed ## train the starter drafter anew (hours) and put it un
 	$(RUN)/eyas prep --config configs/starter-smollm2.yaml
 	$(RUN)/eyas train --config configs/starter-smollm2.yaml
 	$(RUN)/eyas export --config configs/starter-smollm2.yaml
-	cp checkpoints/starter-run/export/* checkpoints/starter-smollm2/
+	cp checkpoints/starter-run/export/config.json checkpoints/starter-run/export/model.safetensors checkpoints/starter-smollm2/
 
 clean: ## remove the environment; outputs under checkpoints/ stay
 	rm -rf .venv
