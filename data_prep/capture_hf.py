@@ -4,7 +4,7 @@ Rows are sorted by length and padded on the right to the longest of a batch of a
 behind a row changes nothing in it. Forward pre-hooks keep the wanted layers' inputs only (transformers' own ``output_hidden_states``
 keeps every layer's).
 
-The capture proves itself on the first batch and on a sample of rows throughout: such a row goes alone through the model's ordinary
+The capture proves itself on the first row it runs and on a sample of rows throughout: such a row goes alone through the model's ordinary
 forward, lm_head of its final state must be the logits the model gives, and the states captured in the batch must be its states.
 """
 
@@ -69,7 +69,7 @@ def capture(
         total = sum(len(row.tokens.ids) for row in rows)
         with Task(f"capture ({name})", total=total, unit="tokens", done=done) as task, Probe(model, spec.layers) as probe:
             proof = Proof(model, target, spec)
-            for number, batch in enumerate(batches(rows, states.batch_tokens)):
+            for batch in batches(rows, states.batch_tokens):
                 missing = [row for row in batch if row.key not in writer.keys]
                 if not missing:
                     continue
@@ -77,7 +77,7 @@ def capture(
                 for index, row in enumerate(batch):
                     length = len(row.tokens.ids)
                     aux_TA, final_TH = aux_BTA[index, :length], final_BTH[index, :length]
-                    if (number == 0 and index == 0) or _sampled(row.key, states.recheck):
+                    if not report.rechecked or _sampled(row.key, states.recheck):
                         proof.check(row, aux_TA, final_TH, report)
                     _store(writer, row, aux_TA, final_TH, report)
                 tokens = sum(len(row.tokens.ids) for row in batch)

@@ -42,12 +42,6 @@ def shingles(text: str) -> Hashes:
     return np.unique(hashes)
 
 
-def jaccard(first: Hashes, second: Hashes) -> float:
-    """Return |A and B| / |A or B| of two sorted distinct arrays."""
-    shared = len(np.intersect1d(first, second, assume_unique=True))
-    return shared / max(1, len(first) + len(second) - shared)
-
-
 class Boilerplate:
     """The shingles that each family's prompts share, learned from a sample of them (the first 2,000 given)."""
 

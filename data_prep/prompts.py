@@ -26,6 +26,7 @@ Messages = list[dict[str, str]]
 ROLES = ("system", "user", "assistant")
 DUPLICATE = "duplicate"
 NEAR_DUPLICATE = "near-duplicate of held-out"
+NO_REPLY = "no reply given"
 PARQUET_ROWS = 1024
 
 
@@ -125,7 +126,7 @@ def _load_all(sources: list[SourceConfig], seed: int, given: bool, dropped: Coun
             if prompt.reply_given == given:
                 prompts.append(prompt)
             elif given:
-                dropped["no reply given"] += 1
+                dropped[NO_REPLY] += 1
             else:  # the target answers itself: the given reply goes
                 prompts.append(_prompt(prompt.messages[:-1], prompt.category, prompt.family))
     if sources and not prompts:
@@ -192,6 +193,10 @@ def _clean(raw: list[Any]) -> Messages:
             content = "".join(str(part.get("text", "")) for part in content)
         if not isinstance(content, str):
             raise Unusable("unusable: content that is not text")
+        try:
+            content.encode()
+        except UnicodeEncodeError:  # JSON can say it (\ud800), no tokenizer reads it
+            raise Unusable("unusable: lone surrogates, which are no text") from None
         if not content.strip() and role != "system":
             raise Unusable("unusable: empty turn")
         messages.append({"role": role, "content": content})

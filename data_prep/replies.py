@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data_prep.prompts import Messages, Prompt, PromptSplit, Unusable
+from data_prep.prompts import NO_REPLY, Messages, Prompt, PromptSplit, Unusable
 from data_prep.rows import Quarantined, Rows, build_rows, require_share
 from data_prep.sampler import Reply, Request, Sampling, is_looping, sample
 from data_prep.template import conversation, prompt_ids
@@ -83,7 +83,8 @@ def write_replies(config: Config, target: Target, split: PromptSplit, load_model
             faults[name] += rows[name].quarantined
         write_quarantine(folder, faults)
         reasons = Counter(fault.reason for found in faults.values() for fault in found)
-        require_share(reasons.total(), sum(len(chosen.prompts) for chosen in sets), reasons, config.prep)
+        unusable = reasons + Counter({NO_REPLY: split.dropped.get(NO_REPLY, 0)})
+        require_share(unusable.total(), sum(len(chosen.prompts) for chosen in sets) + unusable[NO_REPLY], unusable, config.prep)
         holds = {
             name: {**_count(folder / f"{name}.jsonl", rows[name]), "tokens_per_second": answered[name].tokens_per_second} for name in SETS
         }

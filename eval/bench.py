@@ -7,10 +7,13 @@ For each prompt all variants run one after the other (interleaved pairs: a machi
 rotated from prompt to prompt. The prefix cache is flushed before every request, since the variant before has just computed this very
 prompt. Warm-up requests are not counted. Every measurement is appended to ``bench/measurements.jsonl`` as it comes; a killed run
 resumes behind the last. A server with one fixed behaviour (SGLang) is measured twice, with and without speculation, into the same folder.
+Measurements of other drafters, prompts or settings are never mixed in: their folder is kept as ``bench.1``, ``bench.2`` ...
 """
 
+import itertools
 import os
 import platform
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -106,10 +109,11 @@ def bench(config: Config, url: str | None, drafters: dict[str, str]) -> Path:
     ``drafters`` then only gives its draft model a name. Raises EyasError when prompts are missing or the server dies or answers an error;
     what was measured until then is kept.
     """
-    folder = config.folder("bench")
-    prompts = bench_prompts(config)
+    folder, prompts = config.folder("bench"), bench_prompts(config)
+    part, inputs = _config_part(config), _inputs(config, drafters)
+    _set_aside_outdated(folder, part, inputs)
     held = _held_before(folder)
-    begin(folder, "bench", _config_part(config), _inputs(config, drafters))
+    begin(folder, "bench", part, inputs)
     write_manifest(folder, read_manifest(folder, "bench").model_copy(update={"holds": held}))
     if url is not None:
         held = _measure(config, url, prompts, None, drafters, folder, held)
@@ -143,25 +147,9 @@ def bench_prompts(config: Config) -> list[BenchPrompt]:
 
 def _prompt(row: dict[str, Any], where: str) -> BenchPrompt:
     try:
-        ids, messages = row.get("prompt_ids"), list(row["messages"])
-        if ids is None:  # replies given in the data: the prompt is all before the last supervised stretch
-            ids = row["ids"][: _last_reply_start(row["supervised"])]
-        if messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if not ids:
-            raise EyasError(f"{where}: the prompt has no tokens")
-        return BenchPrompt(row["key"], row["category"], messages, list(ids))
+        return BenchPrompt(row["key"], row["category"], list(row["messages"]), list(row["prompt_ids"]))
     except (KeyError, TypeError) as error:
         raise EyasError(f"{where}: not a row of `eyas prep` ({error!r})") from None
-
-
-def _last_reply_start(supervised: Sequence[int]) -> int:
-    end = len(supervised)
-    while end and not supervised[end - 1]:
-        end -= 1
-    while end and supervised[end - 1]:
-        end -= 1
-    return end
 
 
 def read_measurements(folder: Path) -> list[Measurement]:
@@ -348,6 +336,33 @@ def _note(measured: Measurement) -> str:
     rate = measured.completion_tokens / measured.total_s if measured.total_s > 0 else 0.0
     length = f", {measured.emitted / measured.verify_ct:.2f} tokens a verify step" if measured.verify_ct else ""
     return f"{measured.variant}: {rate:.1f} tok/s{length}"
+
+
+def _set_aside_outdated(folder: Path, part: dict[str, Any], inputs: dict[str, str]) -> None:
+    """Rename a folder that was measured from other things, and say so: a new training run is measured anew, the old numbers stay."""
+    if not (folder / NAME).exists():
+        return
+    there = read_manifest(folder, "bench")
+    changed = [*_changed(there.inputs, inputs), *_changed(there.config, part)]
+    if not changed:
+        return
+    free = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    kept = next(path for path in free if not path.exists())
+    try:
+        folder.rename(kept)
+    except OSError as error:
+        raise EyasError(f"{folder} was measured with other {', '.join(changed)} and cannot be moved: {error.strerror or error}") from error
+    print(f"bench: {', '.join(changed)} changed, so all is measured anew; earlier measurements are kept in {kept}", file=sys.stderr)
+
+
+def _changed(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Names of the values in which two nested dicts differ."""
+    for name in {**there, **here}:
+        old, new = there.get(name), here.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changed(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}"
 
 
 def _held_before(folder: Path) -> dict[str, Any]:

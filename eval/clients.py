@@ -128,6 +128,9 @@ class Client:
         meta = last.get("meta_info", {})
         if not meta.get("finish_reason"):
             raise EyasError(f"{self.url}/generate: the stream ended before the reply was finished; look at the server's log")
+        reason = _reason(meta["finish_reason"])
+        if reason == "abort":
+            raise EyasError(f"{self.url}/generate aborted the request: {_message(meta['finish_reason']) or 'it does not say why'}")
         if not ids:
             raise EyasError(f"{self.url}/generate: the reply holds no output_ids: this server is too old to be measured")
         return Reply(
@@ -136,7 +139,7 @@ class Client:
             cached_tokens=int(meta.get("cached_tokens") or 0),
             output_ids=tuple(ids),
             text=str(last.get("text") or ""),
-            finish_reason=_reason(meta["finish_reason"]),
+            finish_reason=reason,
             first_token_s=first_s,
             first_tokens=first_tokens,
             total_s=total_s,

@@ -54,7 +54,8 @@ def _finished(source: Path, target: Target) -> Manifest:
         raise EyasError(f"{source}: training has not finished, run `eyas train` again (it resumes)")
     if trained.inputs.get("target") != target.digest:
         raise EyasError(
-            f"{source} was trained for another target than {target.name}: digest {trained.inputs.get('target')}, now {target.digest}"
+            f"{source} was trained for another target than {target.name} (digest {trained.inputs.get('target')}, now {target.digest}): "
+            "remove it and train again, or use another output folder"
         )
     return trained
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import PercentFormatter
 from eval.bench import STARTER
 from eval.clients import BASELINE
 from eval.statistics import Interval
-from eval.summary import Summary, Variant
+from eval.summary import Summary, Variant, known_rates
 from eval.training import AcceptancePoint, TrainingLog
 
 # Placeholders: colours that no drawing uses by itself.
@@ -107,13 +107,13 @@ def acceptance_figure(summary: Summary, training: TrainingLog | None, kind: str)
     def draw(axes: Axes) -> None:
         longest = 1
         for variant in summary.variants:
-            rates = _numbers(getattr(variant, kind))
+            rates = known_rates(getattr(variant, kind))
             if not rates:
                 continue
             longest = max(longest, len(rates))
             axes.plot(_positions(rates), rates, "o-", color=colour(variant.name, summary), label=f"{label(variant.name)}, served")
         for name, point in _offline(summary, training):
-            rates = _numbers(getattr(point, kind))
+            rates = known_rates(getattr(point, kind))
             if rates:
                 axes.plot(
                     _positions(rates), rates, "s:", color=colour(name, summary), markerfacecolor="none", label=f"{label(name)}, offline"
@@ -257,15 +257,6 @@ def _offline(summary: Summary, training: TrainingLog | None) -> list[tuple[str, 
     if summary.main is not None and training.best is not None:
         points.append((summary.main, training.best))
     return points
-
-
-def _numbers(rates: Sequence[float | None]) -> list[float]:
-    known = []
-    for rate in rates:
-        if rate is None:
-            break
-        known.append(rate)
-    return known
 
 
 def _positions(rates: Sequence[float]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The target's key-value cache: one preallocated buffer a layer, written in place, read as views, cropped by setting a length."""
+"""The target's key-value cache: one preallocated buffer a layer, written in place, read as views, cut by setting a length."""
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -13,7 +13,6 @@ class PreallocatedLayer(CacheLayerMixin):
     Heads and widths are taken from the first update, so layers whose keys and values differ in width (MLA) fit as well.
     """
 
-    is_croppable = True
     is_sliding = False
 
     def __init__(self, capacity: int) -> None:
@@ -54,10 +53,6 @@ class PreallocatedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything; the buffer stays."""
         self.length = 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` positions (transformers' sign)."""
-        self.length -= min(abs(tokens_to_remove), self.length)
 
 
 class PreallocatedCache(Cache):

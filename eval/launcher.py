@@ -1,6 +1,5 @@
 """A server as a child process: started in a process group of its own, waited for while it lives, gone when the block ends."""
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import httpx
 
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.files import read_json
+from eyas.files import read_json, write_json
 from eyas.progress import PLAIN_EVERY_S
 
 POLL_S = 0.1
@@ -24,20 +23,17 @@ STOP_S = 10.0
 
 
 @contextmanager
-def serving(config: Config, drafters: dict[str, str], default: str | None = None) -> Iterator[str]:
-    """Run the embedded server in a subprocess and yield its URL once it has generated a token.
+def serving(config: Config, drafters: dict[str, str]) -> Iterator[str]:
+    """Run the embedded server with ``drafters`` (name -> folder or hub id) in a subprocess; yield its URL once it has generated a token.
 
     Its output goes to ``<output>/server.log``. Raises EyasError with the last line of that log when the server dies while loading.
     However the block ends, no process of the server's group is left; if this process is killed, the server ends by itself.
     """
     log = config.output / "server.log"
     with tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
-        ready, job = Path(scratch) / "ready.json", Path(scratch) / "config.json"
-        job.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
-        command = [sys.executable, "-m", "eval.server", str(job), "--end-with-stdin", "--ready-file", str(ready)]
-        command += [part for name, path in drafters.items() for part in ("--drafter", f"{name}={path}")]
-        command += ["--default", default] if default else []
-        process = _start(command, log)
+        ready, job = Path(scratch) / "ready.json", Path(scratch) / "job.json"
+        write_json(job, {"config": config.model_dump(mode="json"), "drafters": drafters, "ready_file": str(ready)})
+        process = _start([sys.executable, "-m", "eval.server", str(job)], log)
         try:
             yield _wait(process, ready, config.engine.host, log)
         finally:
@@ -97,4 +93,4 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("eval.server: ") if lines else "it wrote nothing"
+    return lines[-1] if lines else "it wrote nothing"

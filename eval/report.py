@@ -19,10 +19,10 @@ from eval.summary import Summary, Variant, summarise
 from eval.training import TrainingLog, read_training
 from eyas.config import Config
 from eyas.files import digest_file, write_json, write_text
-from eyas.manifest import NAME, Manifest, begin, finish, read_manifest, versions
+from eyas.manifest import NAME, Manifest, begin, finish, read_manifest
 
-_OWN_ARGUMENTS = ("speculative", "eyas", "port", "host", "nccl_port", "random_seed", "launch_command", "pid", "start_time", "uptime")
-"""Server arguments that differ between a baseline and a speculating server by intent, or mean nothing."""
+_OWN_ARGUMENTS = {"eyas", "port", "host", "nccl_port", "random_seed", "launch_command", "pid", "start_time", "uptime"}
+"""Server arguments that mean nothing for a comparison; those of speculation itself differ by intent."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,8 @@ def _notes(summary: Summary, measured: Manifest, temperature: float) -> list[str
         if variant.differences is not None and variant.differences.differing:
             notes.append(
                 f"{variant.differences.differing} of {variant.differences.requests} greedy replies of {variant.name} differ from the "
-                "baseline's: one position and several at once are rounded differently, and near-ties flip."
+                "baseline's. Rounding can do that (a forward over one position and one over several differ in the last bits), "
+                "and so can a fault of the engine."
             )
     notes += [f"Servers differ in {difference}." for difference in argument_differences(measured.holds.get("servers", {}))]
     return notes
@@ -178,7 +179,7 @@ def argument_differences(servers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     found = []
     for name, info in servers.items():
         for key in sorted({*base, *info} if base else set()):
-            if not any(word in key for word in _OWN_ARGUMENTS) and base.get(key) != info.get(key):
+            if "speculative" not in key and key not in _OWN_ARGUMENTS and base.get(key) != info.get(key):
                 found.append(f"{key}: {info.get(key)} ({name}), {base.get(key)} (baseline)")
     return found
 
@@ -188,25 +189,26 @@ def _conditions(config: Config, measured: Manifest, summary: Summary) -> dict[st
     main = summary.variant(summary.main)
     servers = measured.holds.get("servers", {})
     foreign = any(not isinstance(info.get("eyas"), dict) for info in servers.values())
+    order = "one server after the other" if foreign else "every variant on each in an order that rotates"
     return {
-        "target": config.target.model,
+        "target": measured.config["target"]["model"],
         "warm start": config.drafter.init,
         "engine": "a server started by somebody else" if foreign else f"{engine['kind']}, {engine['dtype']}, one request at a time",
         "drafts a cycle": main.draft_steps if main else None,
         "temperature": evaluated["temperature"],
         "new tokens at most": evaluated["max_new_tokens"],
-        "prompts": f"{summary.prompts} held-out chat prompts, every variant on each, order rotated, cache flushed before each request",
+        "prompts": f"{summary.prompts} held-out chat prompts, {order}, cache flushed before each request",
         "intervals": f"95 %, BCa bootstrap over prompts, {config.eval.bootstrap:,} resamples of ratios of sums, comparisons paired",
         "looping": measured.holds.get("loop_rule"),
-        "machine": ", ".join(
+        "machine of the client" if foreign else "machine": ", ".join(
             str(value)
             for value in (machine.get("processor"), f"{machine.get('cores')} cores", machine.get("architecture"), machine.get("system"))
             if value
         ),
         "threads": next((info["eyas"].get("threads") for info in servers.values() if isinstance(info.get("eyas"), dict)), None),
         "OMP_NUM_THREADS": machine.get("omp_num_threads"),
-        "versions": ", ".join(f"{name} {value}" for name, value in (measured.versions or versions()).items()),
-        "seed": config.seed,
+        "versions": ", ".join(f"{name} {value}" for name, value in measured.versions.items()),
+        "seed": measured.config["seed"],
     }
 
 

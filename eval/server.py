@@ -1,12 +1,12 @@
 """The embedded server: the engine behind SGLang's HTTP interface, on loopback, speculation switchable per request.
 
-    python -m eval.server CONFIG --drafter NAME=FOLDER ... [--default NAME] [--port N]
+    eyas serve -c CONFIG             until Ctrl-C
+    python -m eval.server JOB        the child process of eval.launcher
 
 Routes: /health, /health_generate, /v1/models, /v1/chat/completions, /generate, /flush_cache, /server_info, /model_info.
 One request decodes at a time, others wait; a client that hangs up stops its request. There is no authentication.
 """
 
-import argparse
 import asyncio
 import json
 import logging
@@ -16,9 +16,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,22 +35,19 @@ from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from eval import protocol
+from eval.clients import BASELINE
 from eval.engine import Engine, Generation
 from eval.jobs import Ask, Cancelled, DecodingThread, Job
-from eval.launcher import serving
 from eval.protocol import ChatRequest, GenerateRequest, SamplingParams, Wire
 from eval.text_stream import TextStream
 from eyas import __version__
-from eyas.config import Config, load_config
+from eyas.config import Config
 from eyas.conventions import family_of
 from eyas.errors import EyasError
-from eyas.files import write_json
-from eyas.folder import read_drafter
+from eyas.files import read_json, write_json
+from eyas.folder import DrafterFolder, read_drafter
 from eyas.target import Target, open_target, pick_device
 
-__all__ = ["NO_DRAFTER", "Served", "create_app", "load", "main", "run_server", "serving"]
-
-NO_DRAFTER = "none"
 BODY_LIMIT = 8 << 20  # bytes of a request
 DISCONNECT_POLL_S = 0.1
 CLIENT_GONE = 499
@@ -82,23 +79,31 @@ def load(config: Config, drafters: dict[str, str], default: str | None = None) -
 
     Raises EyasError for a name that is taken, a default that is not there, and whatever reading and fitting them finds.
     """
-    default = default or next(iter(drafters), NO_DRAFTER)
-    if NO_DRAFTER in drafters:
-        raise EyasError(f"a drafter cannot be called {NO_DRAFTER!r}: that name switches speculation off")
-    if default not in {NO_DRAFTER, *drafters}:
+    default = default or next(iter(drafters), BASELINE)
+    if BASELINE in drafters:
+        raise EyasError(f"a drafter cannot be called {BASELINE!r}: that name switches speculation off")
+    if default not in {BASELINE, *drafters}:
         raise EyasError(f"the default drafter {default!r} is not among {', '.join(drafters) or 'the drafters (there are none)'}")
     target = open_target(config.target)
     device, dtype = pick_device(config.target.device), getattr(torch, config.engine.dtype)
-    folders = {name: read_drafter(path, dtype, family_of(target.shape.model_type)) for name, path in drafters.items()}
+    family = family_of(target.shape.model_type)
+    folders = {name: _as_captured(read_drafter(path, dtype, family), config) for name, path in drafters.items()}
     engine = Engine(target, folders, dtype, config.engine.context, config.engine.draft_steps, device)
     return Served(engine, target.tokenizer(), target.name, default, _server_info(config, target, drafters, default, engine, device))
+
+
+def _as_captured(folder: DrafterFolder, config: Config) -> DrafterFolder:
+    """A drafter that does not tell its layers is served on those that the run captured for it, where it can mean them."""
+    layers = tuple(config.prep.states.layers or ())
+    fits = layers in folder.candidates or not folder.candidates
+    return replace(folder, layers=layers) if layers and fits and folder.layers is None else folder
 
 
 def _server_info(
     config: Config, target: Target, drafters: dict[str, str], default: str, engine: Engine, device: torch.device
 ) -> dict[str, Any]:
     steps = config.engine.draft_steps
-    speculates = default != NO_DRAFTER
+    speculates = default != BASELINE
     return {
         "model_path": target.name,
         "served_model_name": target.name,
@@ -264,7 +269,7 @@ async def _generate_events(served: Served, job: Job, sampling: SamplingParams) -
     """
     stream, ids = TextStream(served.tokenizer, sampling.skip_special_tokens), list[int]()
     async for new in job.pieces():
-        stream.add(new)
+        stream.add(_without_stops(job, new))
         ids += new
         info = protocol.partial_meta_info(job.id, len(job.ask.prompt_ids), len(ids))
         yield {"text": stream.text, "output_ids": ids, "meta_info": info}
@@ -280,9 +285,8 @@ def _generate_event(served: Served, job: Job, generation: Generation, text: str)
 async def _chat_events(served: Served, job: Job, asked: ChatRequest) -> AsyncIterator[dict[str, Any]]:
     name, stream = served.model_name, TextStream(served.tokenizer, asked.skip_special_tokens)
     yield protocol.chat_chunk(job.id, name, {"role": "assistant", "content": ""})
-    stops = set(job.ask.stop_ids or ())
     async for new in job.pieces():
-        if piece := stream.add([token for token in new if token not in stops]):
+        if piece := stream.add(_without_stops(job, new)):
             yield protocol.chat_chunk(job.id, name, {"content": piece})
     generation = await job.result()
     if piece := stream.end():
@@ -291,6 +295,11 @@ async def _chat_events(served: Served, job: Job, asked: ChatRequest) -> AsyncIte
     yield last | protocol.sglext(asked, generation, served.engine.draft_steps)
     if asked.stream_options.include_usage:
         yield protocol.chat_chunk(job.id, name, {}) | {"choices": [], "usage": protocol.usage(generation)}
+
+
+def _without_stops(job: Job, new: list[int]) -> list[int]:
+    """A stop token ends the ids of a reply, its text ends before it."""
+    return [token for token in new if token not in (job.ask.stop_ids or ())]
 
 
 async def _read(request: Request, kind: type[W]) -> W:
@@ -311,15 +320,15 @@ async def _read(request: Request, kind: type[W]) -> W:
 
 def _ask(served: Served, prompt_ids: list[int], sampling: SamplingParams, speculative: str | None) -> Ask:
     name = speculative or served.default
-    if name not in {NO_DRAFTER, *served.engine.drafters}:
-        raise Refused(f"speculative: no drafter {name!r}; there are {', '.join([NO_DRAFTER, *served.engine.drafters])}", "speculative")
+    if name not in {BASELINE, *served.engine.drafters}:
+        raise Refused(f"speculative: no drafter {name!r}; there are {', '.join([BASELINE, *served.engine.drafters])}", "speculative")
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(served.engine.stop_ids))
     ask = Ask(
         prompt_ids=prompt_ids,
         max_new_tokens=sampling.max_new_tokens,
         temperature=0.0 if sampling.temperature < protocol.GREEDY_BELOW else sampling.temperature,
         seed=random.getrandbits(63) if sampling.sampling_seed is None else sampling.sampling_seed,
-        drafter=None if name == NO_DRAFTER else name,
+        drafter=None if name == BASELINE else name,
         stop_ids=sorted(stops),
     )
     served.engine.check(ask.prompt_ids, ask.max_new_tokens, ask.temperature, ask.drafter)
@@ -369,7 +378,6 @@ def run_server(
     default: str | None = None,
     port: int | None = None,
     ready_file: Path | None = None,
-    say: Callable[[str], None] = print,
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
@@ -378,20 +386,20 @@ def run_server(
         drafters: name -> folder or hub id.
         default: drafter of requests that name none, "none" for the baseline; by default the first drafter.
         port: overrides engine.port; 0 takes a free one.
-        ready_file: gets {"port", "pid"} as JSON once everything is loaded.
-        say: told where the server is.
+        ready_file: gets {"port"} as JSON once everything is loaded.
 
     Raises EyasError when the port is taken or something cannot be loaded.
     """
     with _bind(config.engine.host, config.engine.port if port is None else port) as listener:
         if not _is_loopback(config.engine.host):
-            say(f"engine.host {config.engine.host}: other machines can reach this server, and it asks nobody for a password")
+            print(f"engine.host {config.engine.host}: other machines can reach this server, and it asks nobody for a password", flush=True)
         app = create_app(load(config, drafters, default))
         bound = listener.getsockname()[1]
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
         if ready_file is not None:
-            write_json(ready_file, {"port": bound, "pid": os.getpid()})
-        say(f"serving {config.target.model} on http://{config.engine.host}:{bound} with {', '.join(drafters) or 'no drafter'}")
+            write_json(ready_file, {"port": bound})
+        names = ", ".join(drafters) or "no drafter"
+        print(f"serving {config.target.model} on http://{config.engine.host}:{bound} with {names}", flush=True)
         server.run(sockets=[listener])
 
 
@@ -431,36 +439,17 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the server; return the exit code: 0, 1 after an error the user can mend, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="eval.server", description="Serve the target with drafters, on loopback.")
-    parser.add_argument("config", type=Path, help="YAML config of the run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a config key")
-    parser.add_argument("--drafter", action="append", default=[], metavar="NAME=FOLDER", help="a drafter to load; may be repeated")
-    parser.add_argument("--default", help="drafter of requests that name none; 'none' for the baseline")
-    parser.add_argument("--port", type=int, help="instead of engine.port; 0 takes a free one")
-    parser.add_argument("--ready-file", type=Path, help="written once everything is loaded: {port, pid}")
-    parser.add_argument("--end-with-stdin", action="store_true", help="terminate when stdin closes (for a parent process)")
-    options = parser.parse_args(arguments)
-    if options.end_with_stdin:
-        _end_with_parent()
+def main(job: Path) -> int:
+    """The child of ``eval.launcher.serving``: serve what the job file says until stdin closes; 1 after an error, said in one line."""
+    _end_with_parent()
+    asked = read_json(job)
     try:
-        drafters = dict(_named(text) for text in options.drafter)
-        run_server(load_config(options.config, options.overrides), drafters, options.default, options.port, options.ready_file)
+        run_server(Config.model_validate(asked["config"]), asked["drafters"], ready_file=Path(asked["ready_file"]))
     except EyasError as error:
-        print(f"eval.server: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
-def _named(text: str) -> tuple[str, str]:
-    name, equals, path = text.partition("=")
-    if not equals or not name or not path:
-        raise EyasError(f"--drafter {text}: expected NAME=FOLDER")
-    return name, path
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1])))

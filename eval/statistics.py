@@ -8,7 +8,7 @@ Intervals are BCa (Efron 1987, bias-corrected and accelerated): plain percentile
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
@@ -34,10 +34,6 @@ class Interval:
     def excludes(self, value: float) -> bool:
         """True when the interval exists and ``value`` lies outside it."""
         return self.low is not None and self.high is not None and not self.low <= value <= self.high
-
-    def as_dict(self) -> dict[str, float | int | None]:
-        """For JSON."""
-        return asdict(self)
 
 
 def bootstrap(columns: Sequence[Sequence[float]], statistic: Statistic, resamples: int, seed: int, level: float = 0.95) -> Interval:

@@ -3,7 +3,7 @@
 Three acceptance lengths that must not be mixed:
 ``length``               ours, for headlines and break-even: (completion tokens - 1) / verify steps, the tokens a verify step emitted;
 ``cross_engine_length``  1 + correct drafts / verify steps, for comparing engines with each other;
-``engine_length``        what the engine itself reports (SGLang: all completion tokens / verify steps), averaged over tokens' verify steps.
+``engine_length``        what the engine itself reports (SGLang: all completion tokens / verify steps), weighted by verify steps.
 
 Only prompts measured under every variant count, so that all variants are compared on the same text.
 """
@@ -161,7 +161,7 @@ class _Summariser:
         main = RESULT if RESULT in drafters else (drafters[0] if drafters else None)
         main_variant = next((variant for variant in variants if variant.name == main), None)
         cost = self.cost(main_variant)
-        rates = _known_rates(main_variant.conditional) if main_variant else []
+        rates = known_rates(main_variant.conditional) if main_variant else []
         predictions = predict(cost, rates, PREDICTED_STEPS) if cost and rates else []
         rows = [measured for rows in self.table.values() for measured in rows]
         return Summary(
@@ -267,11 +267,14 @@ class _Summariser:
         return groups
 
     def cost(self, main: Variant | None) -> CycleCost | None:
-        """The cost model, when the engine tells its parts (the embedded one does)."""
+        """The cost model, when the engine tells its parts (the embedded one does) and the baseline decoded anything."""
         base = self.table.get(BASELINE)
         if main is None or main.parts is None or main.draft_steps is None or base is None:
             return None
-        baseline_ms = 1000 * sum(_column(base, "decode_s")) / max(sum(_column(base, "decode_tokens")), 1)
+        baseline_tokens = sum(_column(base, "decode_tokens"))
+        if not baseline_tokens:
+            return None
+        baseline_ms = 1000 * sum(_column(base, "decode_s")) / baseline_tokens
         decode_s, decoded = _part(base, "decode")
         extend_s, extends = _part(self.table[main.name], "extend")
         return CycleCost(
@@ -326,10 +329,10 @@ def _conditional(histogram: Sequence[int]) -> list[float | None]:
     return [after / before if before else None for before, after in itertools.pairwise(reached)]
 
 
-def _known_rates(conditional: Sequence[float | None]) -> list[float]:
-    """Rates up to the first position that was never reached."""
+def known_rates(rates: Sequence[float | None]) -> list[float]:
+    """Rates by position up to the first one that was never reached."""
     known = []
-    for rate in conditional:
+    for rate in rates:
         if rate is None:
             break
         known.append(rate)

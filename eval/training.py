@@ -50,34 +50,21 @@ def read_training(folder: Path) -> TrainingLog | None:
     path = Path(folder) / "log.jsonl"
     if not path.exists():
         return None
-    # A resumed run writes the steps after its checkpoint again: the later line is the one that counts.
-    loss: dict[int, LossPoint] = {}
-    acceptance: dict[int, AcceptancePoint] = {}
+    loss, acceptance = [], []
     for _, row in read_jsonl(path):
-        step = row.get("step")
-        if not isinstance(step, int):
-            continue
-        if isinstance(row.get("loss"), int | float):
-            loss[step] = LossPoint(step, float(row["loss"]))
-        sets = _held_out_sets(row)
-        if sets is not None:
-            acceptance[step] = _point(step, sets)
-    return TrainingLog([loss[step] for step in sorted(loss)], [acceptance[step] for step in sorted(acceptance)])
+        if row.get("kind") == "train" and row["loss"] is not None:
+            loss.append(LossPoint(row["step"], row["loss"]))
+        elif row.get("kind") == "validation":
+            acceptance.append(_point(row))
+    return TrainingLog(loss, acceptance)
 
 
-def _held_out_sets(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The measurement of the held-out sets in a log line: the line itself, or one of its values."""
-    candidates = [row, *(value for value in row.values() if isinstance(value, dict))]
-    return next((value for value in candidates if isinstance(value.get("greedy"), dict)), None)
-
-
-def _point(step: int, sets: dict[str, Any]) -> AcceptancePoint:
-    greedy = sets["greedy"]
-    length = float(greedy["length"])
+def _point(row: dict[str, Any]) -> AcceptancePoint:
+    greedy = row["greedy"]
     return AcceptancePoint(
-        step=step,
-        length=length,
-        chosen_by=float(sets.get("acceptance_length", length)),
-        unconditional=list(greedy["unconditional_J"]),
-        conditional=list(greedy["conditional_J"]),
+        step=row["step"],
+        length=greedy["length"],
+        chosen_by=row["acceptance_length"],
+        unconditional=greedy["unconditional_J"],
+        conditional=greedy["conditional_J"],
     )

@@ -54,7 +54,7 @@ def prep(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -> 
 
 @app.command()
 def train(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None) -> None:
-    """Fine-tune the drafter; resumes from its last checkpoint. For several GPUs: accelerate launch -m train CONFIG."""
+    """Fine-tune the drafter; resumes from its last checkpoint. For several GPUs: accelerate launch -m train -c CONFIG."""
     from eyas.config import load_config
     from train.trainer import train as run_train
 

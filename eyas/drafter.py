@@ -24,19 +24,15 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from eyas import vocab
+
 # Kinds that SGLang and transformers compute alike; the others (dynamic, longrope, mrope ...) need more than a position.
-ROPE_KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
+_ROPE_KEYS: dict[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
 }
-_NEEDED_ROPE_KEYS = {
-    "default": frozenset(),
-    "linear": ROPE_KEYS["linear"],
-    "llama3": ROPE_KEYS["llama3"],
-    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
-}
+_NEEDED_ROPE_KEYS = {**_ROPE_KEYS, "yarn": frozenset({"factor", "original_max_position_embeddings"})}
 
 
 class DrafterShape(BaseModel):
@@ -70,7 +66,7 @@ class DrafterShape(BaseModel):
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is above vocab_size {self.vocab_size}")
         if self.rope_scaling is not None:
-            _check_rope(self.rope_scaling)
+            check_rope(self.rope_scaling)
         return self
 
     @property
@@ -79,12 +75,13 @@ class DrafterShape(BaseModel):
         return float(self.head_dim) ** -0.5
 
 
-def _check_rope(scaling: dict[str, Any]) -> None:
+def check_rope(scaling: dict[str, Any]) -> None:
+    """Raise ValueError naming what of a ``rope_scaling`` a drafter cannot have."""
     kind = scaling.get("rope_type")
-    if kind not in ROPE_KEYS or kind == "default":
+    if kind not in _ROPE_KEYS:
         raise ValueError(f"rope_type {kind!r} is not supported (linear, llama3 and yarn are)")
     given = set(scaling) - {"rope_type"}
-    if unknown := sorted(given - ROPE_KEYS[kind]):
+    if unknown := sorted(given - _ROPE_KEYS[kind]):
         raise ValueError(f"rope_type {kind}: {unknown[0]} is not supported")
     if missing := sorted(_NEEDED_ROPE_KEYS[kind] - given):
         raise ValueError(f"rope_type {kind}: {missing[0]} is missing")
@@ -215,7 +212,7 @@ class Drafter(nn.Module):
     @property
     def draft_ids_D(self) -> Tensor:
         """Target token id of every row of ``lm_head``, int64."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return vocab.absolute(self.d2t)
 
     def combine(self, aux_xA: Tensor) -> Tensor:
         """The target's aux states, concatenated in layer order, to one hidden state [..., H]."""

@@ -1,4 +1,4 @@
-"""The one exception a user sees as a message instead of a traceback."""
+"""The one exception a user sees as a message instead of a traceback, and what other libraries' errors say in it."""
 
 
 class EyasError(Exception):
@@ -6,3 +6,9 @@ class EyasError(Exception):
 
     Raised where the fault is known; only ``eyas.cli`` turns it into one line and an exit code.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, cut to the one line that fits into an EyasError; its type when it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -84,6 +84,14 @@ def read_json(path: Path) -> Any:
         raise EyasError(f"cannot read {path}: {error.strerror or error}") from None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises EyasError naming the file, also when it holds something else."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise EyasError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) of a JSON-lines file; blank lines are skipped.
 

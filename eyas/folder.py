@@ -20,20 +20,20 @@ from eyas import vocab
 from eyas.conventions import Family
 from eyas.drafter import Drafter, DrafterShape
 from eyas.drafter_config import ReadConfig, build_shape, drafter_config, read_config
-from eyas.errors import EyasError
-from eyas.files import atomic_path, read_json, write_json
+from eyas.errors import EyasError, first_line
+from eyas.files import atomic_path, read_object, write_json
+from eyas.shard import read_header
+from eyas.weights import INDEX, weight_files
 
 __all__ = ["DrafterFolder", "drafter_config", "read_drafter", "tensor_contract", "write_drafter"]
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 HUB = "hub:"
 _HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _EMBEDDING = "embed_tokens.weight"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _INTEGERS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,7 @@ def read_drafter(path_or_hub: str | Path, dtype: torch.dtype = torch.float32, fa
         EyasError: naming what is missing, does not fit, or is unsupported mathematics.
     """
     folder = _resolve(str(path_or_hub))
-    config = read_json(folder / CONFIG)
-    if not isinstance(config, dict):
-        raise EyasError(f"{folder / CONFIG}: expected a JSON object, found {type(config).__name__}")
+    config = read_object(folder / CONFIG)
     try:
         read = read_config(config, family)
     except EyasError as error:
@@ -176,42 +174,19 @@ def _resolve(name: str) -> Path:
         patterns = [CONFIG, "*.safetensors", INDEX]
         return Path(snapshot_download(match["repository"], revision=match["revision"], allow_patterns=patterns))
     except (OSError, ValueError, EntryNotFoundError, httpx.HTTPError) as error:
-        raise EyasError(f"the hub does not give {name.removeprefix(HUB)}: {_first_line(error)}") from error
+        raise EyasError(f"the hub does not give {name.removeprefix(HUB)}: {first_line(error)}") from error
 
 
 def _headers(folder: Path) -> dict[str, _Stored]:
     """Every tensor by its name here, without reading data: midlayer.* for layers.0.*, no leading 'model.'."""
     stored: dict[str, _Stored] = {}
-    for file in _files(folder):
-        try:
-            with safe_open(file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 (no mapping)
-                    part = shard.get_slice(name)
-                    ours = re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
-                    if ours in stored:
-                        raise EyasError(f"{folder}: {stored[ours].name} and {name} are the same tensor")
-                    stored[ours] = _Stored(file, name, tuple(part.get_shape()), part.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise EyasError(f"{file} is no readable safetensors file: {_first_line(error)}") from None
+    for file in weight_files(folder):
+        for name, entry in read_header(file).tensors.items():
+            ours = re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
+            if ours in stored:
+                raise EyasError(f"{folder}: {stored[ours].name} and {name} are the same tensor")
+            stored[ours] = _Stored(file, name, entry.shape, entry.dtype)
     return stored
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if index.is_file():
-        weight_map = read_json(index)
-        weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-            raise EyasError(f"{index} has no weight_map")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        if missing := [file.name for file in files if file.parent != folder or not file.is_file()]:
-            raise EyasError(f"{folder} lacks {len(missing)} of its {len(files)} shards, the first is {missing[0]}: download it again")
-        return files
-    if files := sorted(folder.glob("*.safetensors")):
-        return files
-    if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
-        raise EyasError(f"{folder} has its weights only in {pickles[0]}, a pickle, which can run code when read: convert to safetensors")
-    raise EyasError(f"{folder} has no *.safetensors weights")
 
 
 def _assemble(read: ReadConfig, stored: dict[str, _Stored], dtype: torch.dtype) -> tuple[Drafter, list[str]]:
@@ -305,9 +280,4 @@ def _load(tensor: _Stored) -> Tensor:
         with safe_open(tensor.file, framework="pt") as shard:
             return shard.get_tensor(tensor.name)
     except (OSError, SafetensorError) as error:
-        raise EyasError(f"cannot read {tensor.name} from {tensor.file.name}: {_first_line(error)}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+        raise EyasError(f"cannot read {tensor.name} from {tensor.file.name}: {first_line(error)}") from None

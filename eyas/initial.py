@@ -2,7 +2,7 @@
 
 Its layer begins as the target's last one, its head and final norm as the target's, and fc passes the highest aux state through. Query, key
 and value weights on the embedding half begin at zero. What the target's layer does not offer (another kind of attention or MLP, another
-size) begins at random.
+size, quantised numbers) begins at random.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eyas import vocab
-from eyas.drafter import Drafter, DrafterShape
+from eyas.drafter import Drafter, DrafterShape, check_rope
 from eyas.drafter_config import read_rope
 from eyas.errors import EyasError
 from eyas.target import Target
@@ -82,9 +82,11 @@ def _rope_scaling(target: Target) -> dict[str, object] | None:
     """The target's, so that its queries and keys keep their meaning; plain where a drafter cannot have it."""
     try:
         _, scaling, _ = read_rope(target.config.get("text_config", target.config))
-    except EyasError:
+        if scaling is not None:
+            check_rope(scaling)
+    except (EyasError, ValueError):
         return None
-    return scaling if scaling is None or scaling["rope_type"] in ("linear", "llama3", "yarn") else None
+    return scaling
 
 
 def _fill(drafter: Drafter, target: Target, dtype: torch.dtype) -> None:
@@ -95,7 +97,9 @@ def _fill(drafter: Drafter, target: Target, dtype: torch.dtype) -> None:
             weight.normal_(std=STD)
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -hidden:].copy_(torch.eye(hidden, dtype=dtype))
-    last = target.layer_tensors(target.shape.num_layers - 1, dtype)
+    layer = target.layer_tensors(target.shape.num_layers - 1, dtype)
+    # without its scale a quantised weight is noise
+    last = {name: weight for name, weight in layer.items() if not {f"{name}_scale", f"{name}_scale_inv"} & layer.keys()}
     for name in _PROJECTIONS:
         if name in last and last[name].shape == (own[name].shape[0], hidden):
             own[name][:, :hidden].zero_()

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eyas.errors import EyasError
-from eyas.files import digest_file, read_json, read_jsonl
+from eyas.files import digest_file, read_jsonl, read_object
 from eyas.manifest import NAME as MANIFEST
 from eyas.manifest import Manifest, read_manifest
 from eyas.shard import TensorEntry, read_header
@@ -119,7 +119,7 @@ def _is_drafter(tensors: dict[str, TensorEntry]) -> bool:
 
 
 def _drafter(folder: Path) -> RenderableType:
-    config, tensors = _config(folder), _tensors(folder)
+    config, tensors = read_object(folder / "config.json"), _tensors(folder)
     eagle = config.get("eagle_config") or {}
     facts = [
         ("architecture", ", ".join(config.get("architectures") or ["not said"])),
@@ -180,13 +180,6 @@ def _digest(path: Path) -> str:
 
 def _tensors(folder: Path) -> dict[str, TensorEntry]:
     return {name: entry for path in sorted(folder.glob("*.safetensors")) for name, entry in read_header(path).tensors.items()}
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise EyasError(f"{folder / 'config.json'}: expected an object, found {type(config).__name__}")
-    return config
 
 
 def _bytes_below(folder: Path) -> int:

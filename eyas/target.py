@@ -27,12 +27,12 @@ from transformers import (
 )
 
 from eyas.config import TargetConfig
-from eyas.errors import EyasError
-from eyas.files import digest_json, read_json
+from eyas.errors import EyasError, first_line
+from eyas.files import digest_json, read_object
 from eyas.packaged_target import smollm2_folder
+from eyas.shard import read_header
+from eyas.weights import weight_files
 
-INDEX = "model.safetensors.index.json"
-UNSAFE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Where published checkpoints put the text model: Llama and K2, Kimi-K2.5, transformers' own multimodal classes, Kimi's NVFP4 build.
 BODY_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
@@ -85,8 +85,8 @@ class Target:
         self._trust_remote_code = trust_remote_code
         if not self.folder.is_dir():
             raise EyasError(f"target folder {folder} does not exist")
-        self.config: dict[str, Any] = _object(self.folder / "config.json")
-        self._shard_of = _shards(self.folder)
+        self.config: dict[str, Any] = read_object(self.folder / "config.json")
+        self._shard_of = {name: file.name for file in weight_files(self.folder) for name in read_header(file).tensors}
         has_head = any(head in self._shard_of for head in HEAD_NAMES)
         self.shape = _shape(self.config, self.folder, has_head)
 
@@ -95,7 +95,7 @@ class Target:
         try:
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self._trust_remote_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise EyasError(f"cannot load the tokenizer of {self.name} from {self.folder}: {_first_line(error)}") from error
+            raise EyasError(f"cannot load the tokenizer of {self.name} from {self.folder}: {first_line(error)}") from error
 
     def embedding(self, dtype: torch.dtype) -> Tensor:
         """Return the token embedding [V, H], read alone from its shard."""
@@ -142,7 +142,7 @@ class Target:
                 options["attn_implementation"] = attention
             model: Any = loader.from_pretrained(self.folder, config=config, dtype=dtype, use_safetensors=True, **options)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            raise EyasError(f"cannot load {self.name} from {self.folder}: {_first_line(error)}") from error
+            raise EyasError(f"cannot load {self.name} from {self.folder}: {first_line(error)}") from error
         return model.to(device).eval().requires_grad_(False)
 
     def default_layers(self) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ class Target:
                 total.update(name.encode() + path.read_bytes())
         settings = self.folder / "tokenizer_config.json"
         if settings.is_file():
-            values = _object(settings)
+            values = read_object(settings)
             total.update(digest_json({key: values.get(key) for key in ("added_tokens_decoder", "chat_template")}).encode())
         return total.hexdigest()
 
@@ -202,7 +202,7 @@ class Target:
             with safe_open(path, framework="pt") as shard:
                 tensor = shard.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise EyasError(f"cannot read {name} from {path}: {_first_line(error)}") from None
+            raise EyasError(f"cannot read {name} from {path}: {first_line(error)}") from None
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -245,34 +245,7 @@ def _download(repository: str, revision: str | None, with_code: bool) -> Path:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError, EntryNotFoundError, httpx.HTTPError) as error:
         at = f" at revision {revision}" if revision else ""
-        raise EyasError(f"{repository} is no local folder, and the hub does not give it{at}: {_first_line(error)}") from error
-
-
-def _shards(folder: Path) -> dict[str, str]:
-    """Map tensor name -> shard file name, checking that every shard is there."""
-    index = folder / INDEX
-    if index.is_file():
-        weight_map = _object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise EyasError(f"{index} has no weight_map")
-        missing = sorted({shard for shard in weight_map.values() if not (folder / shard).is_file()})
-        if missing:
-            raise EyasError(f"{folder} lacks {len(missing)} of its shards, the first is {missing[0]}: download it again")
-        return weight_map
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        unsafe = sorted(path.name for path in folder.iterdir() if path.suffix in UNSAFE_ENDINGS)
-        if unsafe:
-            raise EyasError(f"{folder} has its weights only in {unsafe[0]}, a pickle, which can run code when read: convert to safetensors")
-        raise EyasError(f"{folder} has no *.safetensors weights")
-    shard_of: dict[str, str] = {}
-    for file in files:
-        try:
-            with safe_open(folder / file, framework="pt") as shard:
-                shard_of |= dict.fromkeys(shard.keys(), file)
-        except (OSError, SafetensorError) as error:
-            raise EyasError(f"{folder / file} is no readable safetensors file: {_first_line(error)}") from None
-    return shard_of
+        raise EyasError(f"{repository} is no local folder, and the hub does not give it{at}: {first_line(error)}") from error
 
 
 def _shape(config: dict[str, Any], folder: Path, has_head: bool) -> TargetShape:
@@ -325,7 +298,7 @@ def _end_tokens(config: dict[str, Any], text: dict[str, Any], folder: Path) -> t
     """Return every id that ends a reply: engines stop at those of generation_config.json and of config.json alike."""
     generation = folder / "generation_config.json"
     found: list[int] = []
-    for values in (_object(generation) if generation.is_file() else {}, config, text):
+    for values in (read_object(generation) if generation.is_file() else {}, config, text):
         ids = values.get("eos_token_id")
         found += [] if ids is None else ids if isinstance(ids, list) else [ids]
     return tuple(dict.fromkeys(found))
@@ -334,15 +307,3 @@ def _end_tokens(config: dict[str, Any], text: dict[str, Any], folder: Path) -> t
 def _either(first: dict[str, Any], second: dict[str, Any], key: str) -> Any:
     value = first.get(key)
     return second.get(key) if value is None else value
-
-
-def _object(path: Path) -> dict[str, Any]:
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise EyasError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -71,7 +71,7 @@ class Checkpoint:
 
 
 def save(root: Path, counters: Counters, parts: dict[str, dict[str, Tensor]], keep: int) -> Path:
-    """Write ``root/step-NNNNNN`` from ``parts`` ('model', 'optimizer', 'random'), then remove all but the newest ``keep``.
+    """Write ``root/step-NNNNNN`` from ``parts`` ('model', 'optimizer', 'random'), then remove all but the newest ``keep`` valid ones.
 
     Killed at any time it leaves the checkpoints of before. Raises EyasError when the disk refuses.
     """
@@ -92,8 +92,11 @@ def save(root: Path, counters: Counters, parts: dict[str, dict[str, Tensor]], ke
             shutil.rmtree(folder)
         temporary.rename(folder)
         fsync_folder(root)
-        for old in _folders(root)[keep:]:
-            shutil.rmtree(old)
+        folders = _folders(root)
+        kept = [path for path in folders if _open(path) is not None][:keep]
+        for path in folders:
+            if path not in kept:
+                shutil.rmtree(path)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise EyasError(f"cannot write {folder}: {error}") from error

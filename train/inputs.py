@@ -53,7 +53,8 @@ def open_inputs(config: Config) -> Inputs:
         drafter, digest, notes = _from_scratch(config, target, layers)
     else:
         drafter, digest, notes = _warm_start(config.drafter.init, layers)
-    _check_shape(drafter, stores["train"], target)
+    for store in stores.values():
+        _check_shape(drafter, store, target)
     held_out = {name: stores[name] for name in HELD_OUT}
     return Inputs(target, stores["train"], held_out, layers, drafter, {**digests, "target": target.digest, "init": digest}, notes)
 
@@ -85,12 +86,11 @@ def _from_scratch(config: Config, target: Target, layers: tuple[int, ...]) -> tu
 def _warm_start(init: str, layers: tuple[int, ...]) -> tuple[Drafter, str, list[str]]:
     found = read_drafter(init, dtype=torch.float32)
     notes = [f"{init}: {note}" for note in found.notes]
+    if found.candidates and layers not in found.candidates:
+        readings = " or ".join(str(list(candidate)) for candidate in found.candidates)
+        raise EyasError(f"{init} reads layers {readings}, states/train holds {list(layers)}: capture its layers (prep.states.layers)")
     if found.layers is None:
         notes.append(f"{init} does not tell which layers it was trained on; the states are those of {list(layers)}")
-    elif tuple(found.layers) != tuple(layers):
-        raise EyasError(
-            f"{init} reads layers {list(found.layers)}, states/train holds {list(layers)}: capture its layers (prep.states.layers)"
-        )
     return found.drafter, drafter_digest(found.drafter), notes
 
 

@@ -10,6 +10,7 @@ A step: every process sums the loss of its micro-batches, gradients are added ov
 step 0 of the training-time test in all of them. Until then nothing is a mean, so neither packing nor the number of processes is in it.
 """
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -226,7 +227,7 @@ class Run:
             last = number == len(micro_batches)
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 sums = self.model(batch)
-                self.accelerator.backward(sums.loss_sum)
+                sums.loss_sum.backward()  # accelerator.backward divides by a number of micro-batches from the environment
             loss_J += sums.loss_J
             counted_J += sums.counted_J
             total.tokens += batch.tokens if rows else 0
@@ -379,6 +380,5 @@ def _cut_log(path: Path, step: int) -> None:
     if not path.exists():
         return
     JsonlAppender(path).close()  # cuts a torn last line
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line, (_, record) in zip(lines, read_jsonl(path), strict=True) if record["step"] <= step]
-    write_text(path, "".join(kept))
+    kept = [record for _, record in read_jsonl(path) if record["step"] <= step]
+    write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))

@@ -140,6 +140,13 @@ def test_without_recheck_the_first_row_is_still_proved(run, model, rows):
     assert run(rows, recheck=0.0).rechecked == 1
 
 
+def test_a_resumed_capture_proves_itself_again(run, model, rows):
+    run([rows[1], rows[6]], recheck=0.0)  # the two longest: the whole first batch
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits * 1.01)
+    with pytest.raises(EyasError, match="differs from the model's logits"):
+        run(rows, recheck=0.0)
+
+
 def test_rows_with_states_that_are_not_finite_are_quarantined_and_the_others_kept(run, model, rows, tmp_path):
     bad = make_row([5, 6, RARE, 7, 8])
     with torch.no_grad():

@@ -94,7 +94,7 @@ def test_a_current_folder_needs_no_model(make_config, tiny):
 
 def test_other_settings_in_the_same_folder_are_refused_by_name(make_config, tiny):
     run(make_config(), tiny)
-    with pytest.raises(EyasError, match=r"temperature is 1.0 there and 0.3 here"):
+    with pytest.raises(EyasError, match=r"temperature is 1.0 there and 0.3 here; use another output folder or remove this one"):
         run(make_config(replies={"temperature": 0.3}), tiny)
 
 
@@ -141,6 +141,15 @@ def _keys(prompts):
 def test_too_many_unusable_rows_stop_the_run_naming_the_counts(make_config, tiny):
     with pytest.raises(EyasError, match=r"\d+ of 28 rows are unusable \(\d+ prompt over prep.max_length"):
         run(make_config(max_length=100, max_quarantine=0.05), tiny)
+
+
+def test_too_many_rows_without_a_reply_stop_a_run_on_given_replies(make_config, tiny, tmp_path):
+    source = tmp_path / "talks.jsonl"
+    talks = [[{"role": "user", "content": f"{word} {word[::-1]}"}, {"role": "assistant", "content": f"about {word}"}] for word in WORDS]
+    talks += [[{"role": "user", "content": f"unanswered {number} {'x' * number}"}] for number in range(4)]
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    with pytest.raises(EyasError, match=r"4 of 14 rows are unusable \(4 no reply given\), above prep.max_quarantine = 0.1"):
+        run(make_config(sources=[{"source": str(source)}], heldout={"prompts": 2}, replies={"mode": "given"}), tiny)
 
 
 def record(key, prompt, reply, finished=True):

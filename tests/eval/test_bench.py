@@ -120,10 +120,31 @@ def test_a_finished_bench_measures_nothing_again(config, toy_server):
     assert len(generated(toy_server)) == asked
 
 
-def test_other_settings_do_not_mix_with_old_measurements(config, tmp_path, toy_server):
+def test_measurements_of_another_drafter_make_room_and_are_kept(config, tmp_path, toy_server, capsys):
+    drafter = tmp_path / "export"
+    drafter.mkdir()
+    bench_folder = config.folder("bench")
+    for number, weights in enumerate((b"first", b"second", b"third")):
+        (drafter / "model.safetensors").write_bytes(weights)
+        bench(config, toy_server.url, {"result": str(drafter)})
+        assert len(generated(toy_server)) == (number + 1) * (3 + 18)
+        assert len(read_measurements(bench_folder)) == 18
+    notes = [line for line in capsys.readouterr().err.splitlines() if "measured anew" in line]
+    for number, said in zip((1, 2), notes, strict=True):
+        kept = tmp_path / f"bench.{number}"
+        assert said == f"bench: drafter.result changed, so all is measured anew; earlier measurements are kept in {kept}"
+        assert len(read_measurements(kept)) == 18
+        assert read_manifest(kept, "bench").complete
+    inputs = [read_manifest(folder).inputs["drafter.result"] for folder in (tmp_path / "bench.1", tmp_path / "bench.2", bench_folder)]
+    assert len(set(inputs)) == 3
+
+
+def test_other_settings_do_not_mix_with_old_measurements(config, tmp_path, toy_server, capsys):
     bench(config, toy_server.url, {})
-    with pytest.raises(EyasError, match="max_new_tokens is 24 there and 30 here"):
-        bench(config_at(tmp_path, max_new_tokens=30), toy_server.url, {})
+    changed = config_at(tmp_path, max_new_tokens=30)
+    assert {m.completion_tokens for m in read_measurements(bench(changed, toy_server.url, {}))} == {30}
+    assert {m.completion_tokens for m in read_measurements(tmp_path / "bench.1")} == {24}
+    assert "bench: eval.max_new_tokens changed" in capsys.readouterr().err
 
 
 def test_two_servers_of_one_behaviour_each_are_measured_into_one_folder(config, plain_servers):
@@ -178,22 +199,6 @@ def test_missing_or_broken_prompts_are_one_clear_line(config, tmp_path):
         bench_prompts(config)
 
 
-def test_a_row_with_given_replies_is_prompted_with_all_before_its_last_reply(config, tmp_path):
-    row = {
-        "key": "a",
-        "category": "chat",
-        "family": "f",
-        "finished": True,
-        "ids": [1, 2, 3, 4, 5, 6, 7, 8],
-        "supervised": [0, 0, 1, 0, 0, 1, 1, 0],
-    }
-    row["messages"] = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
-    (tmp_path / "replies" / "greedy.jsonl").write_text(json.dumps(row) + "\n")
-    (prompt,) = bench_prompts(config)
-    assert prompt.prompt_ids == [1, 2, 3, 4, 5]
-    assert [message["role"] for message in prompt.messages] == ["user", "assistant", "user"]
-
-
 def test_repeating_text_is_flagged_and_ordinary_text_is_not():
     assert loops([7] * 10)
     assert loops([*range(50), *(list(range(100, 120)) * 3)])
@@ -216,8 +221,9 @@ def test_a_running_server_tells_its_variants():
     assert server_variants(eagle, {}) == {"drafter": None}
 
 
-def test_no_secret_of_a_server_is_recorded():
-    assert public_info({"api_key": "secret", "dtype": "auto", "internal_states": [1]}) == {"dtype": "auto"}
+def test_no_secret_and_no_running_average_of_a_server_is_recorded():
+    info = {"api_key": "secret", "dtype": "auto", "internal_states": [1], "avg_spec_accept_length": 2.9}
+    assert public_info(info) == {"dtype": "auto"}
 
 
 def test_two_drafters_of_one_name_are_refused(tmp_path):

@@ -89,6 +89,19 @@ def test_a_server_that_dies_in_the_middle_of_a_reply_is_one_clear_line(toy_serve
         client.generate(PROMPT, 20, 0.0, 0, "none")
 
 
+def test_an_aborted_request_is_no_reply(toy_server):
+    whole = toy_server.RequestHandlerClass._meta
+
+    class Aborting(toy_server.RequestHandlerClass):
+        def _meta(self, *arguments):
+            meta = whole(self, *arguments)
+            return meta | {"finish_reason": meta["finish_reason"] and {"type": "abort", "message": "out of KV cache"}}
+
+    toy_server.RequestHandlerClass = Aborting
+    with Client(toy_server.url) as client, pytest.raises(EyasError, match=r"/generate aborted the request: out of KV cache$"):
+        client.generate(PROMPT, 20, 0.0, 0, "none")
+
+
 def test_a_server_that_hangs_is_given_up_on():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

@@ -95,7 +95,8 @@ def config(tmp_path):
 def record(config, found, temperature=0.0, **holds):
     folder = config.folder("bench")
     evaluated = config.eval.model_dump(mode="json") | {"temperature": temperature}
-    begin(folder, "bench", {"eval": evaluated, "engine": config.engine.model_dump(mode="json")}, {})
+    part = {"target": {"model": config.target.model}, "engine": config.engine.model_dump(mode="json"), "seed": config.seed}
+    begin(folder, "bench", {**part, "eval": evaluated}, {})
     with JsonlAppender(folder / "measurements.jsonl") as file:
         for measured in found:
             file.append(asdict(measured))
@@ -213,6 +214,7 @@ def test_the_verdict_is_pays_only_when_the_interval_lies_above_1():
     losing = headline(summarise(slow(measurements(), 0.060), 0.0, 300, 0))
     assert losing.verdict == "does not pay"
     assert "must bring 3.00 to break even: below by" in losing.reason
+    assert "The verify step takes 21.0 of the cycle's 60.0 ms; the largest other cost is overhead (35.9 ms)" in losing.reason
     generator = np.random.default_rng(0)
     even = [replace(m, total_s=1.3 * generator.lognormal(0, 0.1)) for m in measurements()]
     assert headline(summarise(even, 0.0, 300, 0)).verdict == "cannot be told"
@@ -351,11 +353,41 @@ def test_the_report_names_what_a_careful_reader_must_know(config):
     assert "12 prompt tokens came from the prefix cache" in text
     assert "other prompts than training saw (30 tokens, expected 5)" in text
     assert "max_running_requests: 48 (result), 256 (baseline)" in text
+    # two servers cannot take turns, and their machine is not this one
+    assert "24 held-out chat prompts, one server after the other, cache flushed" in text
+    assert "- machine of the client: some, 2 cores" in text
+
+
+def test_a_report_names_what_was_measured_not_what_the_config_says_by_now(config):
+    record(config, measurements())
+    other = config.model_copy(update={"target": config.target.model_copy(update={"model": "another/target"}), "seed": 9})
+    text = (write_report(other).parent / "report.md").read_text()
+    assert "some/<target>" in text
+    assert "another/target" not in text
+    assert "- seed: 0" in text
+
+
+def test_greedy_replies_that_differ_are_told_to_the_reader(config):
+    found = measurements(3)
+    found[2] = replace(found[2], output_ids=found[2].output_ids[::-1])
+    record(config, found)
+    assert "1 of 3 greedy replies of result differ from the baseline's." in (write_report(config).parent / "report.md").read_text()
 
 
 def test_arguments_of_speculation_itself_are_no_difference():
     servers = {"none": {"speculative_algorithm": None, "port": 1}, "result": {"speculative_algorithm": "EAGLE3", "port": 2}}
     assert argument_differences(servers) == []
+
+
+def test_arguments_whose_names_merely_contain_an_excused_one_are_compared():
+    servers = {"none": {"export_metrics": False}, "result": {"export_metrics": True}}
+    assert argument_differences(servers) == ["export_metrics: True (result), False (baseline)"]
+
+
+def test_a_baseline_that_decoded_nothing_predicts_nothing():
+    found = [replace(m, completion_tokens=1, total_s=m.first_token_s) if m.variant == "none" else m for m in measurements(3)]
+    summary = summarise(found, 1.0, 100, 0)
+    assert (summary.cost, summary.predictions) == (None, [])
 
 
 def test_a_report_before_any_bench_is_one_clear_line(config):

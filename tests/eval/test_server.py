@@ -19,10 +19,11 @@ import torch
 from eval.clients import Client
 from eval.engine import Engine
 from eval.launcher import serving
-from eval.server import main
+from eval.server import load, run_server
 from eval.text_stream import TextStream
 from eyas.config import Config
 from eyas.errors import EyasError
+from eyas.files import read_json, write_json
 from eyas.folder import read_drafter
 from eyas.target import Target
 from tests.eval.tiny import tiny_config, tiny_target, write_tiny_drafter
@@ -185,6 +186,8 @@ def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(http: httpx.Client,
     assert answer["output_ids"] == whole[: first + 1]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert answer["text"] == target.tokenizer().decode(whole[:first], skip_special_tokens=True)
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
+    assert all(answer["text"].startswith(piece["text"]) for piece in events(http, "/generate", body))
 
 
 def test_a_seed_makes_sampling_repeatable(http: httpx.Client) -> None:
@@ -366,35 +369,37 @@ def test_a_server_that_dies_while_loading_is_an_error_with_its_last_words(target
         pass
 
 
-def test_a_port_in_use_is_one_line_and_exit_code_1(config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(config.model_dump(mode="json")))
+def test_a_drafter_of_ambiguous_layers_is_served_on_those_the_run_captured(target: Target, tmp_path: Path) -> None:
+    path = write_tiny_drafter(tmp_path / "drafter", target) / "config.json"
+    record = read_json(path)
+    record = {name: value for name, value in record.items() if name not in ("eyas", "eagle_aux_hidden_state_layer_ids")}
+    write_json(path, record)  # as a foreign one: ids for one engine, no word on what they mean
+    config = tiny_config(tmp_path / "run", target)
+    states = config.prep.states.model_copy(update={"layers": [0, 2, 3]})
+    captured = config.model_copy(update={"prep": config.prep.model_copy(update={"states": states})})
+    for run, layers in ((config, (1, 3, 4)), (captured, (0, 2, 3))):
+        assert load(run, {"starter": str(path.parent)}).engine.layers == {"starter": layers}
+
+
+def test_a_port_in_use_is_refused(config: Config) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main([str(path), "--port", str(port)]) == 1
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert f"127.0.0.1:{port}: Address already in use" in told
+        with pytest.raises(EyasError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use; choose another engine.port"):
+            run_server(config, {}, port=port)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("asked", "told"),
     [
-        (["--drafter", "none=x"], "cannot be called 'none'"),
-        (["--drafter", "x"], "expected NAME=FOLDER"),
-        (["--default", "other"], "the default drafter 'other'"),
-        (["--set", "engine.host=256.1.1.1"], "engine.host 256.1.1.1"),
-        (["--port", "70000"], "cannot listen on"),
+        ({"drafters": {"none": "x"}}, "cannot be called 'none'"),
+        ({"default": "other"}, "the default drafter 'other'"),
+        ({"host": "256.1.1.1"}, "engine.host 256.1.1.1"),
+        ({"port": 70000}, "cannot listen on"),
     ],
 )
-def test_bad_arguments_are_one_line_and_exit_code_1(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
-) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(config.model_dump(mode="json")))
-    assert main([str(path), "--port", "0", *arguments]) == 1
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1
-    assert told in shown
+def test_what_cannot_be_served_is_refused(config: Config, asked: dict[str, Any], told: str) -> None:
+    engine = config.engine.model_copy(update={"host": asked.get("host", config.engine.host)})
+    with pytest.raises(EyasError, match=told):
+        run_server(config.model_copy(update={"engine": engine}), asked.get("drafters", {}), asked.get("default"), asked.get("port", 0))

@@ -22,6 +22,7 @@ from eyas.files import (
     digest_json,
     read_json,
     read_jsonl,
+    read_object,
     write_json,
     write_text,
 )
@@ -162,6 +163,14 @@ def test_a_missing_broken_or_unreadable_json_file_is_named(tmp_path):
         read_json(tmp_path / "b.json")
     with pytest.raises(EyasError, match="cannot read"):
         read_json(tmp_path)
+
+
+def test_json_that_must_be_an_object_and_is_not_is_named(tmp_path):
+    write_json(tmp_path / "a.json", {"a": [1]})
+    assert read_object(tmp_path / "a.json") == {"a": [1]}
+    write_json(tmp_path / "a.json", [1])
+    with pytest.raises(EyasError, match=r"a\.json: expected a JSON object, found list"):
+        read_object(tmp_path / "a.json")
 
 
 def test_json_lines_come_with_their_numbers_and_blank_lines_are_skipped(tmp_path):

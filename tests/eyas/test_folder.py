@@ -275,6 +275,12 @@ def test_d2t_with_target_ids_is_read_as_such_and_told(tmp_path: Path) -> None:
         assert any("not offsets" in note for note in found.notes)
 
 
+def test_a_d2t_of_zeros_is_told_of_even_where_its_mask_agrees(tmp_path: Path) -> None:
+    tensors = {"d2t": torch.zeros(9, dtype=torch.int64), "t2d": vocab.membership(torch.arange(9), VOCAB)}
+    notes = read_drafter(str(foreign_folder(tmp_path, tensors))).notes
+    assert "d2t is all zeros: the first 9 tokens; a d2t that was never filled looks the same" in notes
+
+
 def test_a_full_vocabulary_needs_no_d2t(tmp_path: Path) -> None:
     drafter = random_drafter(SHAPE.model_copy(update={"draft_vocab_size": VOCAB}), torch.arange(VOCAB))
     for said in (VOCAB, None, "absent"):
@@ -409,7 +415,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         read_drafter(str(tmp_path))
     foreign_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
-    with pytest.raises(EyasError, match="no readable safetensors file"):
+    with pytest.raises(EyasError, match=r"model\.safetensors: not a safetensors file"):
         read_drafter(str(tmp_path))
 
 

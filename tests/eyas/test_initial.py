@@ -1,9 +1,11 @@
 """A fresh drafter begins as the target's own last layer."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eyas.errors import EyasError
@@ -106,6 +108,29 @@ def test_a_target_with_mla_and_experts_gives_head_norms_and_shape(tmp_path: Path
     assert torch.equal(drafter.lm_head.weight, target.lm_head(torch.float32)[IDS])
     assert drafter.midlayer.self_attn.q_proj.weight.shape == (2 * 8, 32)
     assert all(bool(weight.isfinite().all()) for weight in drafter.parameters())
+
+
+@pytest.mark.parametrize("unusual", [{"rope_type": "dynamic"}, {"rope_type": "yarn", "truncate": False}])
+def test_a_target_with_positions_that_no_drafter_can_have_gives_plain_ones(tmp_path: Path, unusual: dict) -> None:
+    target = llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = {"rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32, **unusual}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    assert fresh_drafter(target, IDS, (1, 2, 3)).shape.rope_scaling is not None
+    shape = fresh_drafter(Target(tmp_path, "tiny"), IDS, (1, 2, 3)).shape
+    assert (shape.rope_theta, shape.rope_scaling) == (500.0, None)
+
+
+def test_weights_that_lie_quantised_beside_their_scales_are_not_taken_for_numbers(tmp_path: Path) -> None:
+    llama(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    up, down = (f"model.layers.3.mlp.{name}_proj.weight" for name in ("up", "down"))
+    weights[up] = (weights[up] * 400).to(torch.float8_e4m3fn)
+    weights[f"{up}_scale_inv"] = torch.full((1, 1), 1 / 400)
+    save_file(weights, tmp_path / "model.safetensors")
+    mlp = fresh_drafter(Target(tmp_path, "fp8"), IDS, (1, 2, 3)).midlayer.mlp
+    assert 0.01 < mlp.up_proj.weight.std().item() < 0.03
+    assert not torch.equal(mlp.down_proj.weight, weights[down])  # a MLP is taken over whole or not at all
 
 
 def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:

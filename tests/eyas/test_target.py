@@ -152,7 +152,7 @@ def test_broken_folders_give_one_clear_line(folder: Path, tmp_path: Path) -> Non
         Target(folder, "tiny")
     (folder / "model.safetensors").write_bytes(b"no tensors")
     (folder / "config.json").write_text("{}")
-    with pytest.raises(EyasError, match=r"model\.safetensors is no readable safetensors"):
+    with pytest.raises(EyasError, match=r"model\.safetensors: not a safetensors file"):
         Target(folder, "tiny")
 
 

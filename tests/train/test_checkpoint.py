@@ -54,6 +54,13 @@ def test_an_incomplete_folder_is_passed_over(tmp_path, damage) -> None:
     assert latest(tmp_path).counters.step == 1
 
 
+def test_a_damaged_newer_folder_makes_no_valid_one_go(tmp_path) -> None:
+    (write(tmp_path, 9) / "checkpoint.json").unlink()
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+
+
 def test_flipped_bytes_are_noticed_before_they_are_used(tmp_path) -> None:
     path = write(tmp_path, 1) / "model.safetensors"
     data = bytearray(path.read_bytes())

@@ -20,9 +20,10 @@ from eyas.errors import EyasError
 from eyas.files import read_json, read_jsonl
 from eyas.folder import read_drafter
 from eyas.manifest import read_manifest
-from eyas.states import StateStore
+from eyas.states import StateRow, StateStore, StateWriter, finish_store, row_key
 from train.batches import Position, plan_epoch
 from train.checkpoint import latest
+from train.inputs import open_inputs
 from train.trainer import train
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -188,16 +189,52 @@ def test_a_warm_start_is_measured_untouched_and_its_layers_are_checked(whole, ma
     warm = train(load_config(config))
     assert log_of(warm, "validation")[0]["acceptance_length"] == best["length"]
     assert log_of(warm, "train")[-1]["step"] == 3
+    before, after = (read_drafter(run / "best").drafter for run in (folder, warm))
+    assert torch.equal(after.draft_ids_D, before.draft_ids_D)  # rows of the head that keep their places keep their tokens
 
     other = tmp_path / "other"
     other.mkdir()
-    raw = read_json(folder / "best" / "config.json")
-    text = json.dumps(raw).replace("[1, 2, 3]", "[0, 1, 2]")
-    assert text != json.dumps(raw)
-    (other / "config.json").write_text(text)
     save_file(load_file(folder / "best" / "model.safetensors"), other / "model.safetensors")
-    with pytest.raises(EyasError, match=r"layers \[0, 1, 2\].*holds \[1, 2, 3\]"):
-        train(load_config(make_run("layers", init=str(other))))
+    raw = read_json(folder / "best" / "config.json")
+    recorded = json.loads(json.dumps(raw).replace("[1, 2, 3]", "[0, 1, 2]"))
+    assert recorded != raw
+    guessed = {**raw, "eyas": {}, "eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]}
+    config = load_config(make_run("layers", init=str(other)))
+    for drafter, readings in ((recorded, r"\[0, 1, 2\]"), (guessed, r"\[2, 3, 4\] or \[3, 4, 5\]")):
+        (other / "config.json").write_text(json.dumps(drafter))
+        with pytest.raises(EyasError, match=rf"reads layers {readings}, states/train holds \[1, 2, 3\]"):
+            open_inputs(config)
+
+
+def test_an_environment_that_names_micro_batches_divides_no_gradient(make_run, monkeypatch) -> None:
+    plain = train(load_config(make_run("plain", max_steps=1)))
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    named = train(load_config(make_run("named", max_steps=1)))
+    assert log_of(named, "train")[0]["gradient_norm"] == log_of(plain, "train")[0]["gradient_norm"]
+
+
+def test_a_log_of_an_earlier_start_is_cut_whatever_its_lines_hold(make_run) -> None:
+    config = load_config(make_run("separator", max_steps=1))
+    folder = config.folder("train")
+    folder.mkdir()
+    (folder / "log.jsonl").write_text('{"kind": "validation", "step": 0, "by_category": {"a\u2028b": 1}}\n', encoding="utf-8")
+    train(config)
+    assert [record["step"] for record in log_of(folder, "validation")] == [0, 1]
+    assert "by_category" not in log_of(folder, "validation")[0]
+
+
+def test_a_held_out_row_beyond_the_drafters_positions_is_refused(make_run, tiny_states) -> None:
+    config = load_config(make_run("long"))
+    spec = StateStore(tiny_states / "greedy").spec
+    ids = torch.arange(130) % 48
+    supervised = ids > 3
+    states = torch.zeros(130, 32)
+    (config.folder("states") / "greedy").unlink()
+    with StateWriter(config.folder("states") / "greedy", spec, 1 << 20) as writer:
+        writer.add(StateRow(row_key(ids.tolist(), supervised.tolist()), "chat", ids, supervised, states.repeat(1, 3), states))
+    finish_store(config.folder("states") / "greedy", {})
+    with pytest.raises(EyasError, match="greedy has a row of 130 tokens, the drafter 128 positions"):
+        open_inputs(config)
 
 
 def test_a_time_budget_ends_with_the_schedule_at_its_end(make_run) -> None:

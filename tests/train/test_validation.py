@@ -32,7 +32,7 @@ def probe(tiny_target: Target) -> TrainingTimeTest:
             draft_vocab_size=shape.vocab_size,
             rms_norm_eps=shape.rms_norm_eps,
             rope_theta=shape.rope_theta,
-            max_position=shape.max_position,
+            max_position=512,
         )
     )
     drafter.set_embedding(tiny_target.embedding(torch.float32))
@@ -80,6 +80,20 @@ def test_neither_packing_nor_sharing_out_changes_it(probe, store) -> None:
     assert shared.by_category == whole.by_category
     assert shared.by_context == whole.by_context
     assert shared.loss_J == pytest.approx(whole.loss_J, rel=1e-5)
+
+
+def test_verify_steps_of_a_long_row_are_counted_by_the_context_they_begin_with(probe, store, tmp_path) -> None:
+    torch.manual_seed(7)
+    ids, supervised, states = torch.randint(48, (300,)), torch.arange(300) >= 240, torch.randn(300, 32)
+    with StateWriter(tmp_path / "long", store.spec, 1 << 20) as writer:
+        writer.add(StateRow(row_key(ids.tolist(), supervised.tolist()), "chat", ids, supervised, states.repeat(1, 3), states))
+    finish_store(tmp_path / "long", {})
+    long = StateStore(tmp_path / "long")
+    (reply,) = evaluate_hits(probe, pack([long.read(0)]).to(CPU, torch.float32)).replies
+    cycles = walk(reply.hits_MJ, reply.chain_t_M)
+    early, late = ([cycle for cycle in cycles if (cycle.t + 2 < 256) == short] for short in (True, False))
+    assert early
+    assert measure(probe, long, 64, CPU).by_context == {"<256": Acceptance.of(early, 3), "256-511": Acceptance.of(late, 3)}
 
 
 def test_checkpoints_are_chosen_by_the_mean_of_both_lengths() -> None:
