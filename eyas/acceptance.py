@@ -8,7 +8,7 @@ The verify step that runs into the end of the text is cut off: its drafts are ri
 behind the end. It is a verify step all the same, so ``length`` is (completion tokens - 1) / verify steps, as measured on a server.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -141,11 +141,3 @@ def context_bucket(context: int) -> str:
         return "<256"
     low = 1 << (context.bit_length() - 1)
     return f"{low}-{2 * low - 1}"
-
-
-def grouped(cycles: Iterable[Cycle], steps: int, group: Callable[[Cycle], str]) -> dict[str, Acceptance]:
-    """Acceptance of each group of verify steps, e.g. by ``lambda cycle: context_bucket(cycle.context)``."""
-    members: dict[str, list[Cycle]] = {}
-    for cycle in cycles:
-        members.setdefault(group(cycle), []).append(cycle)
-    return {name: Acceptance.of(member, steps) for name, member in members.items()}

@@ -88,10 +88,13 @@ def save(root: Path, counters: Counters, parts: dict[str, dict[str, Tensor]], ke
                 os.fsync(file.fileno())
             files[path.name] = {"bytes": path.stat().st_size, "sha256": digest_file(path)}
         write_json(temporary / NAME, {"counters": asdict(counters), "files": files})
+        outdated = root / f".{folder.name}.old"
+        shutil.rmtree(outdated, ignore_errors=True)
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(outdated)  # a folder cannot be replaced in one go; removing it first would take long enough to be killed in
         temporary.rename(folder)
         fsync_folder(root)
+        shutil.rmtree(outdated, ignore_errors=True)
         folders = _folders(root)
         kept = [path for path in folders if _open(path) is not None][:keep]
         for path in folders:

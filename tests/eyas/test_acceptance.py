@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.acceptance import Acceptance, Cycle, context_bucket, grouped, walk
+from eyas.acceptance import Acceptance, Cycle, context_bucket, walk
 from eyas.errors import EyasError
 
 
@@ -93,8 +93,6 @@ def test_merging_any_split_gives_the_whole(case, cut) -> None:
     assert Acceptance.of(cycles[:cut], steps) + Acceptance.of(cycles[cut:], steps) == whole
     assert whole + Acceptance.none(steps) == whole
     assert Acceptance.from_numbers(whole.numbers()) == whole
-    groups = grouped(cycles, steps, lambda cycle: str(cycle.t % 3))
-    assert sum(groups.values(), Acceptance.none(steps)) == whole
 
 
 def test_only_the_last_verify_step_can_be_cut_off_and_has_no_bonus_token() -> None:
