@@ -90,7 +90,7 @@ def save(root: Path, counters: Counters, parts: dict[str, dict[str, Tensor]], ke
         write_json(temporary / NAME, {"counters": asdict(counters), "files": files})
         outdated = root / f".{folder.name}.old"
         shutil.rmtree(outdated, ignore_errors=True)
-        if folder.exists():
+        if folder.is_dir():
             folder.rename(outdated)  # a folder cannot be replaced in one go; removing it first would take long enough to be killed in
         temporary.rename(folder)
         fsync_folder(root)
