@@ -34,7 +34,7 @@ def main() -> None:
     ours = target.load_model(torch.bfloat16, torch.device("cpu"), NAME)
     requests = [Request(str(number), ids, options.tokens) for number, ids in enumerate(prompts)]
     start = time.perf_counter()
-    replies = list(sample(ours, requests, Sampling(0.0, 1.0, 0), slots=options.slots, stop_ids=target.shape.eos_ids))
+    replies = list(sample(ours, requests, Sampling((0.0,), 1.0, 0), slots=options.slots, stop_ids=target.shape.eos_ids))
     rows = [("eyas", sum(len(reply.ids) for reply in replies), time.perf_counter() - start)]
 
     theirs = target.load_model(torch.bfloat16, torch.device("cpu"))

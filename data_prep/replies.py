@@ -50,10 +50,10 @@ def reply_sets(config: Config, split: PromptSplit) -> list[ReplySet]:
     """The three sets of a run."""
     replies = config.prep.replies
 
-    def sampling(name: str, temperature: float) -> Sampling:
-        return Sampling(temperature, replies.top_p, config.seed, name)
+    def sampling(name: str, *temperatures: float) -> Sampling:
+        return Sampling(temperatures, replies.top_p, config.seed, name)
 
-    train = sampling("train", replies.temperature) if replies.mode == "generate" else None
+    train = sampling("train", *replies.temperatures) if replies.mode == "generate" else None
     return [
         ReplySet("train", split.train, train),
         ReplySet("greedy", split.heldout, sampling("greedy", 0.0)),
@@ -156,7 +156,8 @@ def _sample(
     with Task(f"replies ({chosen.name})", total=done + len(requests), unit="replies", done=done) as task:
         waiting = [request for _, request in requests.values()]
         for count, reply in enumerate(sample(model, waiting, sampling, slots=slots, stop_ids=stop_ids), 1):
-            file.append(_record(*requests[reply.key], reply, sampling.temperature))
+            prompt, request = requests[reply.key]
+            file.append(_record(prompt, request, reply, sampling.temperature(request)))
             tokens, finished = tokens + len(reply.ids), finished + reply.finished
             rate = tokens / (time.monotonic() - start)
             task.advance(note=f"{rate:,.0f} tok/s, {finished / count:.0%} finished")

@@ -45,23 +45,31 @@ class Reply:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from logits. ``temperature`` 0 is greedy; ``seed`` and a request's key fix all its draws."""
+    """How tokens are chosen from logits. Temperature 0 is greedy; ``seed`` and a request's key fix its temperature and all its draws."""
 
-    temperature: float
+    temperatures: tuple[float, ...]
     top_p: float
     seed: int
     stream: str = ""
 
+    def temperature(self, request: Request) -> float:
+        """The one of ``temperatures`` at which this request is answered."""
+        return self.temperatures[self._number("temperature", request) % len(self.temperatures)]
+
     def draws(self, request: Request) -> Tensor:
         """Uniform numbers in [0, 1), one a token, of this request alone: float32 [max_new_tokens]."""
-        name = f"{self.seed}/{self.stream}/{request.key}".encode()
-        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1)
+        generator = torch.Generator().manual_seed(self._number(self.stream, request))
         return torch.rand(request.max_new_tokens, generator=generator)
+
+    def _number(self, purpose: str, request: Request) -> int:
+        name = f"{self.seed}/{purpose}/{request.key}".encode()
+        return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
 
 
 @dataclass
 class _Slot:
     request: Request
+    temperature: float
     draws: Tensor
     ids: list[int] = field(default_factory=list)
 
@@ -156,7 +164,9 @@ def sample(
             input_ids=ids_n1, attention_mask=mask, position_ids=lengths_n[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1
         )
         draws_n = torch.stack([slot.draws[len(slot.ids)] for slot in active]).to(device)
-        for slot, token in zip(active, choose(output.logits[:, -1], sampling, draws_n).tolist(), strict=True):
+        temperatures_n = torch.tensor([slot.temperature for slot in active], device=device)
+        chosen_n = choose(output.logits[:, -1], temperatures_n, sampling.top_p, draws_n)
+        for slot, token in zip(active, chosen_n.tolist(), strict=True):
             slot.ids.append(token)
         for index in reversed(range(len(active))):
             slot = active[index]
@@ -181,21 +191,24 @@ def _start(model: PreTrainedModel, cache: SlotCache, index: int, request: Reques
     head_ids = torch.tensor([request.prompt_ids[:-1]], device=model.device)
     model.base_model(input_ids=head_ids, past_key_values=prefilled, use_cache=True)
     cache.insert(index, prefilled)
-    return _Slot(request, sampling.draws(request))
+    return _Slot(request, sampling.temperature(request), sampling.draws(request))
 
 
-def choose(logits_nV: Tensor, sampling: Sampling, draws_n: Tensor) -> Tensor:
+def choose(logits_nV: Tensor, temperatures_n: Tensor, top_p: float, draws_n: Tensor) -> Tensor:
     """The next tokens [n]: argmax at temperature 0, else the inverse of the cumulative distribution at ``draws_n``, in fp32."""
-    if sampling.temperature == 0:
-        return logits_nV.float().argmax(-1)
-    probabilities_nV = torch.softmax(logits_nV.float() / sampling.temperature, dim=-1)
-    if sampling.top_p < 1:
-        probabilities_nV = _nucleus(probabilities_nV, sampling.top_p)
+    greedy_n = logits_nV.float().argmax(-1)
+    if not bool(temperatures_n.any()):
+        return greedy_n
+    divisors_n1 = torch.where(temperatures_n > 0, temperatures_n, 1)[:, None]
+    probabilities_nV = torch.softmax(logits_nV.float() / divisors_n1, dim=-1)
+    if top_p < 1:
+        probabilities_nV = _nucleus(probabilities_nV, top_p)
     cumulative_nV = probabilities_nV.cumsum(-1)
     total_n = cumulative_nV[:, -1]
     # strictly below the total, so that rounding never picks a token of probability 0 behind the last possible one
     wanted_n = torch.minimum(draws_n * total_n, torch.nextafter(total_n, torch.zeros_like(total_n)))
-    return torch.searchsorted(cumulative_nV, wanted_n[:, None], right=True)[:, 0].clamp_(max=logits_nV.shape[-1] - 1)
+    sampled_n = torch.searchsorted(cumulative_nV, wanted_n[:, None], right=True)[:, 0].clamp_(max=logits_nV.shape[-1] - 1)
+    return torch.where(temperatures_n > 0, sampled_n, greedy_n)
 
 
 def _nucleus(probabilities_nV: Tensor, top_p: float) -> Tensor:

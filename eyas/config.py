@@ -58,7 +58,9 @@ class RepliesConfig(Section):
     """How conversations get their replies."""
 
     mode: Literal["generate", "given"] = Field("generate", description="the target answers (on-policy), or replies in the data are used")
-    temperature: float = Field(0.7, ge=0, le=2, description="of training replies; 0 is greedy")
+    temperatures: list[Annotated[float, Field(ge=0, le=2)]] = Field(
+        [0.7], min_length=1, description="of training replies, 0 is greedy; of several, each prompt gets one, chosen by its key"
+    )
     top_p: float = Field(1.0, gt=0, le=1)
     serving_temperature: float = Field(1.0, gt=0, le=2, description="of the second held-out set")
     max_new_tokens: int = Field(192, ge=1)
@@ -123,15 +125,51 @@ class TrainConfig(Section):
     trackers: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
 
 
+Flags = dict[str, bool | int | float | str]
+
+
 class EngineConfig(Section):
     """How the target and drafter are served for measuring."""
 
-    kind: Literal["embedded"] = "embedded"
-    draft_steps: int = Field(3, ge=1, le=16, description="drafts per verify step (top-k 1, so num_draft_tokens is one more)")
+    kind: Literal["embedded", "sglang", "vllm"] = "embedded"
+    python: str | None = Field(None, description="sglang, vllm: interpreter that has the engine installed; None takes the one eyas runs on")
+    container: list[str] = Field(
+        default_factory=list,
+        description="command that runs the engine in a container, put before 'python3 -m ...', e.g. [docker, run, ..., IMAGE]",
+    )
+    environment: Path | None = Field(None, description="YAML file of environment variables for the server, proven in every worker")
+    flags: Flags = Field(default_factory=dict, description="more flags of the engine, without dashes: {tp: 8}; true is a bare flag")
+    draft_flags: Flags = Field(
+        default_factory=dict, description="flags only with speculation: {speculative-draft-model-quantization: unquant}"
+    )
+    draft_steps: int = Field(3, ge=1, le=16, description="drafts in a row before a verify step")
+    topk: int = Field(1, ge=1, le=64, description="branches a draft step; 1 is a chain, more is a tree (sglang)")
+    draft_tokens: int | None = Field(
+        None, ge=2, le=512, description="tokens a verify step computes; None: draft_steps + 1, as a chain needs it"
+    )
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
     context: int = Field(4096, ge=16, description="tokens of prompt and reply together")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    stuck_limit_s: float | None = Field(
+        None, gt=0, description="give up a start that has shown no sign of life for so long; None waits on and says so"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "EngineConfig":
+        if self.kind == "embedded" and (self.python or self.container or self.flags or self.draft_flags):
+            raise ValueError("python, container, flags and draft_flags are for sglang and vllm; the embedded engine runs in eyas itself")
+        if self.python and self.container:
+            raise ValueError("python and container: a container brings its own python3, name one of the two")
+        if self.topk > 1 and self.kind != "sglang":
+            raise ValueError(f"topk {self.topk}: only sglang drafts trees, {self.kind} drafts one chain (topk 1)")
+        if self.topk > 1 and self.draft_tokens is None:
+            raise ValueError(f"topk {self.topk} needs draft_tokens: how many of the tree's tokens a verify step computes")
+        if self.topk == 1 and self.draft_tokens not in (None, self.draft_steps + 1):
+            raise ValueError(
+                f"draft_tokens {self.draft_tokens}: a chain of {self.draft_steps} drafts has {self.draft_steps + 1} tokens to verify"
+            )
+        return self
 
 
 class EvalConfig(Section):
@@ -141,6 +179,9 @@ class EvalConfig(Section):
     max_new_tokens: int = Field(128, ge=1)
     prompts: int = Field(48, ge=1, description="held-out prompts served, spread evenly over categories")
     warmup_prompts: int = Field(2, ge=0)
+    concurrency: list[Annotated[int, Field(ge=1, le=1024)]] = Field(
+        [1], min_length=1, description="requests in flight; one measurement of all prompts for each level (sglang, vllm)"
+    )
     bootstrap: int = Field(2000, ge=100, description="resamples behind each confidence interval")
     compare: list[str] = Field(
         default_factory=list, description="more drafter folders measured side by side; the warm start is always among them"

@@ -74,7 +74,7 @@ def make_config(tmp_path: Path, tiny_folder: Path):
     prompts.write_text("\n".join(lines) + "\n")
 
     def make(output: str = "out", **prep: Any) -> Config:
-        replies = {"max_new_tokens": 12, "batch_size": 4, "temperature": 1.0, **prep.pop("replies", {})}
+        replies = {"max_new_tokens": 12, "batch_size": 4, "temperatures": [1.0], **prep.pop("replies", {})}
         values = {"sources": [{"source": str(prompts)}], "heldout": {"prompts": 4}, "max_length": 160, "replies": replies, **prep}
         target = {"model": str(tiny_folder), "dtype": "float32", "device": "cpu"}
         return Config.model_validate({"output": tmp_path / output, "target": target, "prep": values, "drafter": {"init": "scratch"}})

@@ -108,10 +108,10 @@ def test_the_module_runs_a_yaml_config_and_says_user_errors_in_one_line(make_con
     config = make_config()
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(config.model_dump(mode="json")))
-    for arguments, code in (([], 0), (["--set", "prep.replies.temperature=0.2"], 1)):
+    for arguments, code in (([], 0), (["--set", "prep.replies.temperatures=[0.2]"], 1)):
         with pytest.raises(SystemExit) as ended:
             main(["prep", "-c", str(path), *arguments])
         assert ended.value.code == code
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("eyas: ")
-    assert "temperature is 1.0 there and 0.2 here" in error
+    assert "temperatures is [1.0] there and [0.2] here" in error

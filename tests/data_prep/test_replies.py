@@ -94,8 +94,8 @@ def test_a_current_folder_needs_no_model(make_config, tiny):
 
 def test_other_settings_in_the_same_folder_are_refused_by_name(make_config, tiny):
     run(make_config(), tiny)
-    with pytest.raises(EyasError, match=r"temperature is 1.0 there and 0.3 here; use another output folder or remove this one"):
-        run(make_config(replies={"temperature": 0.3}), tiny)
+    with pytest.raises(EyasError, match=r"temperatures is \[1.0\] there and \[0.3\] here; use another output folder or remove this one"):
+        run(make_config(replies={"temperatures": [0.3]}), tiny)
 
 
 def test_batch_size_changes_no_reply_and_no_identity(make_config, tiny):

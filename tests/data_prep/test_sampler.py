@@ -6,8 +6,8 @@ from data_prep.sampler import Request, Sampling, choose, is_looping, sample
 from eyas.attention_hf import NAME
 from eyas.errors import EyasError
 
-GREEDY = Sampling(0.0, 1.0, seed=0)
-WARM = Sampling(0.9, 1.0, seed=0)
+GREEDY = Sampling((0.0,), 1.0, seed=0)
+WARM = Sampling((0.9,), 1.0, seed=0)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_seed_stream_and_key_each_change_the_draws(requests):
     first, second = requests[1], Request("other", requests[1].prompt_ids, requests[1].max_new_tokens)
     draws = WARM.draws(first)
     assert torch.equal(draws, WARM.draws(first))
-    for other in (Sampling(0.9, 1.0, 1).draws(first), Sampling(0.9, 1.0, 0, "sampled").draws(first), WARM.draws(second)):
+    for other in (Sampling((0.9,), 1.0, 1).draws(first), Sampling((0.9,), 1.0, 0, "sampled").draws(first), WARM.draws(second)):
         assert not torch.equal(draws, other)
 
 
@@ -111,7 +111,7 @@ def test_sliding_windows_are_refused(requests):
 def test_evenly_spread_draws_give_the_softmax_at_the_temperature():
     logits_1V, count = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)) * 2, 20000
     draws = (torch.arange(count) + 0.5) / count
-    tokens = choose(logits_1V.expand(count, -1), Sampling(0.7, 1.0, 0), draws)
+    tokens = choose(logits_1V.expand(count, -1), torch.full((count,), 0.7), 1.0, draws)
     expected = (logits_1V[0].double() / 0.7).softmax(0)
     torch.testing.assert_close(tokens.bincount(minlength=50).double() / count, expected, atol=1e-4, rtol=0)
 
@@ -120,7 +120,7 @@ def test_a_token_of_probability_zero_is_never_chosen():
     logits = torch.full((2, 1000), float("-inf"))
     logits[:, 400:500] = torch.randn(100)
     draws = torch.tensor([0.0, torch.nextafter(torch.tensor(1.0), torch.tensor(0.0))])
-    first, last = choose(logits, Sampling(1.0, 1.0, 0), draws).tolist()
+    first, last = choose(logits, torch.ones(2), 1.0, draws).tolist()
     assert (first, last) == (400, 499)
 
 
@@ -131,7 +131,7 @@ def test_top_p_keeps_the_smallest_set_of_that_mass(spread, top_p):
     order = logits_V.double().softmax(0).sort(descending=True)
     kept = order.indices[: int((order.values.cumsum(0) < top_p).sum()) + 1]
     draws = (torch.arange(count) + 0.5) / count
-    tokens = choose(logits_V.expand(count, -1), Sampling(1.0, top_p, 0), draws)
+    tokens = choose(logits_V.expand(count, -1), torch.ones(count), top_p, draws)
     assert set(tokens.tolist()) == set(kept.tolist())
 
 
@@ -146,3 +146,12 @@ def test_a_text_that_repeats_itself_a_little_is_no_loop():
     assert not is_looping([9] * 20)
     assert not is_looping([*range(30), *range(30)])
     assert not is_looping([*[1, 2, 3] * 20, 4])
+
+
+def test_a_request_keeps_its_own_temperature_among_others(model, requests):
+    mixed = Sampling((0.0, 0.9), 1.0, seed=0)
+    alone = {True: answers(model, requests, GREEDY, 3), False: answers(model, requests, WARM, 3)}
+    together = answers(model, requests, mixed, 3)
+    greedy = {request.key: mixed.temperature(request) == 0 for request in requests}
+    assert set(greedy.values()) == {True, False}
+    assert together == {key: alone[greedy[key]][key] for key in together}
