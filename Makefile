@@ -29,11 +29,10 @@ test: .venv/installed ## lint, types, tests
 	$(RUN)/mypy
 	OMP_NUM_THREADS=1 $(RUN)/pytest --numprocesses auto --dist loadfile
 
-starter: .venv/installed ## train the starter drafter anew (hours) and put it under checkpoints/starter-smollm2
-	$(RUN)/eyas prep --config configs/starter-smollm2.yaml
-	$(RUN)/eyas train --config configs/starter-smollm2.yaml
-	$(RUN)/eyas export --config configs/starter-smollm2.yaml
-	cp checkpoints/starter-run/export/config.json checkpoints/starter-run/export/model.safetensors checkpoints/starter-smollm2/
+starter: .venv/installed ## train the starter drafter anew, in two rounds (hours), and put it under checkpoints/starter-smollm2
+	for config in configs/starter-smollm2.yaml configs/starter-smollm2-2.yaml; do \
+		$(RUN)/eyas prep --config $$config && $(RUN)/eyas train --config $$config && $(RUN)/eyas export --config $$config || exit 1; done
+	cp checkpoints/starter-run-2/export/config.json checkpoints/starter-run-2/export/model.safetensors checkpoints/starter-smollm2/
 
 clean: ## remove the environment; outputs under checkpoints/ stay
 	rm -rf .venv

@@ -146,15 +146,19 @@ def _notes(config: Config, dropped: dict[str, int], spec: StateSpec, counts_V: T
     notes.append(f"prompts dropped: {_named(dropped)}")
     if omitted:
         notes.append(f"unfinished replies left out (prep.replies.unfinished: drop): {omitted}")
-    return [*notes, _coverage(config, spec, counts_V, drafter)]
+    return [*notes, *_coverage(config, spec, counts_V, drafter)]
 
 
-def _coverage(config: Config, spec: StateSpec, counts_V: Tensor, drafter: DrafterFolder | None) -> str:
-    if drafter is not None:
-        ids_D, source = drafter.drafter.draft_ids_D, f"of {config.drafter.init}"
-    else:
-        ids_D, source = choose_vocab(counts_V, config.drafter.draft_vocab_size or spec.vocab_size), "of a fresh drafter"
-    return f"draft vocabulary {source}: {len(ids_D):,} tokens cover {coverage(counts_V, ids_D):.2%} of the supervised training tokens"
+def _coverage(config: Config, spec: StateSpec, counts_V: Tensor, drafter: DrafterFolder | None) -> list[str]:
+    """How much of the training text the warm start's draft vocabulary covers, and the one that will be chosen."""
+    size, own_ids_D = config.drafter.draft_vocab_size, None if drafter is None else drafter.drafter.draft_ids_D
+    told = [] if own_ids_D is None else [(f"of {config.drafter.init}", own_ids_D)]
+    if size or own_ids_D is None:
+        told.append(("chosen on the training text", choose_vocab(counts_V, size or spec.vocab_size, own_ids_D)))
+    return [
+        f"draft vocabulary {source}: {len(ids_D):,} tokens cover {coverage(counts_V, ids_D):.2%} of the supervised training tokens"
+        for source, ids_D in told
+    ]
 
 
 def _named(counts: dict[str, int]) -> str:

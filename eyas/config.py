@@ -95,7 +95,11 @@ class DrafterConfig(Section):
     """The drafter to start from, and the shape of a fresh one."""
 
     init: str = Field(description="'scratch', a drafter folder, or 'hub:owner/name[@revision]'")
-    draft_vocab_size: int | None = Field(None, ge=1, description="from scratch: size of the draft vocabulary; None keeps the target's")
+    draft_vocab_size: int | None = Field(
+        None,
+        ge=1,
+        description="size of the draft vocabulary, chosen on the training text; None keeps the warm start's, or the target's whole one",
+    )
     intermediate_size: int | None = Field(None, ge=1, description="from scratch; None takes the target's")
 
 
@@ -202,8 +206,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        if self.drafter.init != "scratch" and (self.drafter.draft_vocab_size or self.drafter.intermediate_size):
-            raise ValueError("drafter: draft_vocab_size and intermediate_size shape a fresh drafter; a warm start keeps its own")
+        if self.drafter.init != "scratch" and self.drafter.intermediate_size:
+            raise ValueError("drafter: intermediate_size shapes a fresh drafter; a warm start keeps its own")
         return self
 
     def folder(self, stage: str) -> Path:

@@ -1,4 +1,4 @@
-"""A drafter from scratch, that starts from what the target already knows.
+"""A drafter from scratch, that starts from what the target already knows; and a trained one with another draft vocabulary.
 
 Its layer begins as the target's last one, its head and final norm as the target's, and fc passes the highest aux state through. Query, key
 and value weights on the embedding half begin at zero. What the target's layer does not offer (another kind of attention or MLP, another
@@ -58,6 +58,23 @@ def fresh_drafter(
         drafter.d2t.copy_(vocab.offsets(ids_D))
         drafter.t2d.copy_(vocab.membership(ids_D, target.shape.vocab_size))
     return drafter
+
+
+def with_vocab(drafter: Drafter, ids_E: Tensor, target: Target) -> Drafter:
+    """The same drafter for the draft vocabulary ``ids_E`` (target token ids): kept tokens take their lm_head rows along, new ones start
+    from the target's lm_head. Without its embedding.
+    """
+    again = Drafter(drafter.shape.model_copy(update={"draft_vocab_size": len(ids_E)})).to(drafter.fc.weight.dtype)
+    with torch.no_grad():
+        own = dict(again.named_parameters())
+        for name, weight in drafter.named_parameters():
+            if name in own and name != "lm_head.weight":
+                own[name].copy_(weight)
+        head_VH = target.lm_head(drafter.lm_head.weight.dtype)
+        again.lm_head.weight.copy_(vocab.reselect(drafter.lm_head.weight, drafter.draft_ids_D, ids_E, head_VH))
+        again.d2t.copy_(vocab.offsets(ids_E))
+        again.t2d.copy_(vocab.membership(ids_E, target.shape.vocab_size))
+    return again
 
 
 def _shape(target: Target, draft_vocab_size: int, num_aux: int, intermediate_size: int | None, max_position: int | None) -> DrafterShape:

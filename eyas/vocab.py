@@ -9,14 +9,17 @@ from torch import Tensor
 from eyas.errors import EyasError
 
 
-def choose_vocab(counts_V: Tensor, size: int) -> Tensor:
-    """The ``size`` most frequent tokens as sorted int64 ids; among equals the lower id wins.
+def choose_vocab(counts_V: Tensor, size: int, old_ids_D: Tensor | None = None) -> Tensor:
+    """The ``size`` most frequent tokens as sorted int64 ids; among equals those of ``old_ids_D`` win, then the lower id.
 
     Raises EyasError when ``size`` is not between 1 and the number of tokens counted for.
     """
     if not 1 <= size <= len(counts_V):
         raise EyasError(f"a draft vocabulary of {size} tokens does not fit a target vocabulary of {len(counts_V)}")
-    return counts_V.sort(descending=True, stable=True).indices[:size].sort().values
+    ranks_V = 2 * counts_V
+    if old_ids_D is not None:
+        ranks_V[old_ids_D] += 1
+    return ranks_V.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def offsets(ids_D: Tensor) -> Tensor:

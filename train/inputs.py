@@ -6,17 +6,18 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from eyas.config import Config
 from eyas.drafter import Drafter
 from eyas.errors import EyasError
 from eyas.files import digest_file
 from eyas.folder import read_drafter
-from eyas.initial import fresh_drafter
+from eyas.initial import fresh_drafter, with_vocab
 from eyas.manifest import NAME as MANIFEST
 from eyas.states import StateStore
 from eyas.target import Target, open_target
-from eyas.vocab import choose_vocab
+from eyas.vocab import choose_vocab, coverage
 
 HELD_OUT = ("greedy", "sampled")
 
@@ -52,7 +53,7 @@ def open_inputs(config: Config) -> Inputs:
     if config.drafter.init == "scratch":
         drafter, digest, notes = _from_scratch(config, target, layers)
     else:
-        drafter, digest, notes = _warm_start(config.drafter.init, layers)
+        drafter, digest, notes = _warm_start(config, target, layers)
     for store in stores.values():
         _check_shape(drafter, store, target)
     held_out = {name: stores[name] for name in HELD_OUT}
@@ -71,19 +72,15 @@ def _open_store(folder: Path, target: Target) -> StateStore:
 
 
 def _from_scratch(config: Config, target: Target, layers: tuple[int, ...]) -> tuple[Drafter, str, list[str]]:
-    path = config.folder("states") / "token_counts.safetensors"
-    if not path.is_file():
-        raise EyasError(f"{path} does not exist: run `eyas prep` first")
-    counts_V = load_file(path)["counts"]
     size = config.drafter.draft_vocab_size or target.shape.vocab_size
-    if size > target.shape.vocab_size:
-        raise EyasError(f"drafter.draft_vocab_size is {size}, the target's vocabulary has {target.shape.vocab_size} tokens")
+    counts_V, digest = _token_counts(config, size, target)
     torch.manual_seed(config.seed)
     drafter = fresh_drafter(target, choose_vocab(counts_V, size), layers, config.drafter.intermediate_size)
-    return drafter.float(), digest_file(path), [f"fresh drafter, draft vocabulary of {size:,} tokens"]
+    return drafter.float(), digest, [f"fresh drafter, draft vocabulary of {size:,} tokens"]
 
 
-def _warm_start(init: str, layers: tuple[int, ...]) -> tuple[Drafter, str, list[str]]:
+def _warm_start(config: Config, target: Target, layers: tuple[int, ...]) -> tuple[Drafter, str, list[str]]:
+    init, size = config.drafter.init, config.drafter.draft_vocab_size
     found = read_drafter(init, dtype=torch.float32)
     notes = [f"{init}: {note}" for note in found.notes]
     if found.candidates and layers not in found.candidates:
@@ -91,7 +88,28 @@ def _warm_start(init: str, layers: tuple[int, ...]) -> tuple[Drafter, str, list[
         raise EyasError(f"{init} reads layers {readings}, states/train holds {list(layers)}: capture its layers (prep.states.layers)")
     if found.layers is None:
         notes.append(f"{init} does not tell which layers it was trained on; the states are those of {list(layers)}")
-    return found.drafter, drafter_digest(found.drafter), notes
+    if size is None:
+        return found.drafter, drafter_digest(found.drafter), notes
+    counts_V, _ = _token_counts(config, size, target)
+    own_ids_D = found.drafter.draft_ids_D
+    ids_E = choose_vocab(counts_V, size, own_ids_D)
+    drafter = with_vocab(found.drafter, ids_E, target)
+    kept = int(torch.isin(ids_E, own_ids_D).sum())
+    notes.append(
+        f"draft vocabulary chosen anew: {len(own_ids_D):,} tokens covered {coverage(counts_V, own_ids_D):.2%} of the training text, "
+        f"{size:,} cover {coverage(counts_V, ids_E):.2%}; {kept:,} keep their rows, {size - kept:,} start from the target's"
+    )
+    return drafter, drafter_digest(drafter), notes
+
+
+def _token_counts(config: Config, size: int, target: Target) -> tuple[Tensor, str]:
+    """How often each token is supervised, int64 [V], and the digest of the file; raises EyasError where ``size`` does not fit."""
+    path = config.folder("states") / "token_counts.safetensors"
+    if not path.is_file():
+        raise EyasError(f"{path} does not exist: run `eyas prep` first")
+    if size > target.shape.vocab_size:
+        raise EyasError(f"drafter.draft_vocab_size is {size}, the target's vocabulary has {target.shape.vocab_size} tokens")
+    return load_file(path)["counts"], digest_file(path)
 
 
 def _check_shape(drafter: Drafter, store: StateStore, target: Target) -> None:

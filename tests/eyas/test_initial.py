@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eyas.errors import EyasError
-from eyas.initial import fresh_drafter
+from eyas.initial import fresh_drafter, with_vocab
 from eyas.target import Target
 
 IDS = torch.tensor([0, 3, 4, 20, 36])
@@ -59,6 +59,24 @@ def test_the_draft_vocabulary_is_as_asked(tmp_path: Path) -> None:
     drafter = fresh_drafter(llama(tmp_path), IDS, (1, 2, 3))
     assert torch.equal(drafter.draft_ids_D, IDS)
     assert drafter.t2d.nonzero().flatten().tolist() == IDS.tolist()
+
+
+def test_another_draft_vocabulary_changes_no_logit_of_a_token_that_stays(tmp_path: Path) -> None:
+    target = llama(tmp_path)
+    old = fresh_drafter(target, IDS, (1, 2, 3))
+    torch.nn.init.normal_(old.lm_head.weight)
+    torch.nn.init.normal_(old.fc.weight)
+    chosen = torch.tensor([2, 3, 20, 30])
+    new = with_vocab(old, chosen, target)
+    hidden = torch.randn(6, 16)
+    expected = old.logits(hidden)
+    found = new.logits(hidden)
+    assert torch.equal(new.draft_ids_D, chosen)
+    torch.testing.assert_close(found[:, [1, 2]], expected[:, [1, 3]])
+    torch.testing.assert_close(found[:, [0, 3]], torch.nn.functional.linear(new.norm(hidden), target.lm_head(torch.float32)[[2, 30]]))
+    assert torch.equal(new.fc.weight, old.fc.weight)
+    assert torch.equal(new.midlayer.mlp.down_proj.weight, old.midlayer.mlp.down_proj.weight)
+    assert new.t2d.nonzero().flatten().tolist() == chosen.tolist()
 
 
 def test_another_mlp_size_begins_at_random_and_the_rest_as_the_target(tmp_path: Path) -> None:

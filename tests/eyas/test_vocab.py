@@ -76,3 +76,10 @@ def test_a_new_draft_vocabulary_keeps_known_rows_and_takes_new_ones_from_the_tar
     target = torch.arange(6.0).unsqueeze(-1)
     moved = vocab.reselect(rows, torch.tensor([1, 3, 5]), torch.tensor([0, 3, 4, 5]), target)
     assert moved.flatten().tolist() == [0.0, 11.0, 4.0, 12.0]
+
+
+def test_among_tokens_counted_alike_the_old_vocabulary_stays() -> None:
+    counts = torch.tensor([0, 7, 0, 2, 0, 2])
+    assert vocab.choose_vocab(counts, 4, torch.tensor([4, 5])).tolist() == [1, 3, 4, 5]
+    assert vocab.choose_vocab(counts, 2, torch.tensor([4, 5])).tolist() == [1, 5]
+    assert vocab.choose_vocab(counts, 4).tolist() == [0, 1, 3, 5]

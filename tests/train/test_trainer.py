@@ -192,6 +192,11 @@ def test_a_warm_start_is_measured_untouched_and_its_layers_are_checked(whole, ma
     before, after = (read_drafter(run / "best").drafter for run in (folder, warm))
     assert torch.equal(after.draft_ids_D, before.draft_ids_D)  # rows of the head that keep their places keep their tokens
 
+    wider = train(load_config(make_run("wider", init=str(folder / "best"), max_steps=1), ["drafter.draft_vocab_size=40"]))
+    after = read_drafter(wider / "best").drafter
+    assert len(after.draft_ids_D) == 40
+    assert set(before.draft_ids_D.tolist()) < set(after.draft_ids_D.tolist())
+
     other = tmp_path / "other"
     other.mkdir()
     save_file(load_file(folder / "best" / "model.safetensors"), other / "model.safetensors")
