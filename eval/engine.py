@@ -2,13 +2,12 @@
 
 Words: the target has processed x_0 .. x_t, and x_t+1 is in hand. A cycle
   extends the drafter's keys by the true aux states of what was verified (position i pairs fc(a_i) with the embedding of x_i+1),
-  drafts s tokens by argmax, one drafter forward each (the first comes from the extension),
+  drafts s tokens (the argmax, or sampled: eval.acceptance_rule), one drafter forward each (the first comes from the extension),
   verifies: one target forward over x_t+1 and the drafts gives s + 1 distributions,
   accepts the correct drafts and one token of the target's own, so a cycle emits 1 to s + 1 tokens.
 Without a drafter the same loop emits one token per target forward: the baseline.
 """
 
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eval.acceptance_rule import AcceptanceRule, RejectionRule, Rule, RuleName
 from eval.kv_cache import cache_for
 from eyas.attention_hf import NAME, grouped_attention
 from eyas.drafter import Drafter
@@ -62,12 +62,13 @@ class Request:
     temperature: float
     seed: int
     stop_ids: frozenset[int]
+    rule: RuleName = "sglang"
 
 
 @torch.inference_mode()
 def decode(target: "TargetRunner", chain: "DraftChain | None", request: Request, on_tokens: OnTokens | None = None) -> Generation:
     """Decode one request; ``on_tokens`` gets each cycle's tokens as they come, and ends decoding by raising."""
-    clock, output, rule = Laps(), Output(request, on_tokens), AcceptanceRule(request.temperature, request.seed)
+    clock, output, rule = Laps(), Output(request, on_tokens), _rule(request, chain)
     accepted: list[int] = []
     target.keep(0)
     logits_1V = target.forward(request.prompt_ids, last_only=True)
@@ -80,7 +81,7 @@ def decode(target: "TargetRunner", chain: "DraftChain | None", request: Request,
         if chain is not None:
             first = chain.extend(target.aux(chain.layers, len(known)), known, restart=not accepted)
             clock.lap("extend" if accepted else "prefill_draft")
-            drafts_S = chain.draft(first)
+            drafts_S = chain.draft(first, rule)
             clock.lap("draft", chain.steps - 1)
         logits_MV = target.forward(new[-1:], drafts_S)
         known = new = rule.accept(logits_MV, drafts_S)
@@ -90,43 +91,17 @@ def decode(target: "TargetRunner", chain: "DraftChain | None", request: Request,
     return output.generation(accepted if chain is not None else [], clock)
 
 
-class AcceptanceRule:
-    """Which drafts stand, and the token after them.
-
-    Greedy: a draft stands when it is the target's argmax. At temperature T, SGLang's rule for argmax drafts: draft d stands with the
-    target's probability p(d); when it falls, the token is drawn from p without d, renormalised; after s standing drafts from p. The
-    token's distribution is p either way: p(d) + (1 - p(d)) * 0 for d and (1 - p(d)) * p(x) / (1 - p(d)) for any other x.
-    """
-
-    def __init__(self, temperature: float, seed: int) -> None:
-        self.temperature = temperature
-        self.uniform = random.Random(seed).random  # one stream a request, the same on every machine
-
-    def accept(self, logits_MV: Tensor, drafts_S: Tensor) -> list[int]:
-        """The drafts that stand and one more token, from the s + 1 rows of logits behind x_t+1 and each draft."""
-        drafts = drafts_S.tolist()
-        if self.temperature == 0:
-            best = logits_MV.argmax(-1).tolist()
-            standing = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
-            return best[: standing + 1]
-        p_MV = torch.softmax(logits_MV.float() / self.temperature, dim=-1)
-        for i, draft in enumerate(drafts):
-            if self.uniform() >= float(p_MV[i, draft]):
-                p_MV[i, draft] = 0
-                return [*drafts[:i], self._sample(p_MV[i])]
-        return [*drafts, self._sample(p_MV[-1])]
-
-    def _sample(self, weights_V: Tensor) -> int:
-        cumulative_V = weights_V.double().cumsum(0)
-        point = torch.searchsorted(cumulative_V, cumulative_V[-1] * self.uniform(), right=True)
-        return min(int(point), len(cumulative_V) - 1)
+def _rule(request: Request, chain: "DraftChain | None") -> Rule:
+    if request.rule == "rejection" and request.temperature > 0 and chain is not None:
+        return RejectionRule(request.temperature, request.seed, chain.draft_ids_D)
+    return AcceptanceRule(request.temperature, request.seed)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """One draft: its token, and the drafter's pre-norm state behind it, which the next step takes in."""
+    """One draft step: its logits over the draft vocabulary, and the drafter's pre-norm state behind it, which the next step takes in."""
 
-    id_1: Tensor
+    logits_1D: Tensor
     hidden_1H: Tensor
 
 
@@ -154,12 +129,13 @@ class DraftChain:
         ids_N = torch.tensor(next_ids, device=self.positions_C.device)
         return self._step(ids_N, self.drafter.combine(aux_NA), self.length)
 
-    def draft(self, first: Draft) -> Tensor:
-        """All draft ids [s] of a cycle, each the argmax. The chain's own keys are overwritten by the next extension."""
-        drafts = [first]
-        for step in range(1, self.steps):
-            drafts.append(self._step(drafts[-1].id_1, drafts[-1].hidden_1H, self.length + step))
-        return torch.cat([draft.id_1 for draft in drafts])
+    def draft(self, first: Draft, rule: Rule) -> Tensor:
+        """All draft ids [s] of a cycle, as ``rule`` picks them. The chain's own keys are overwritten by the next extension."""
+        step, ids = first, [self.draft_ids_D[rule.pick(first.logits_1D)]]
+        for number in range(1, self.steps):
+            step = self._step(ids[-1], step.hidden_1H, self.length + number)
+            ids.append(self.draft_ids_D[rule.pick(step.logits_1D)])
+        return torch.cat(ids)
 
     def _step(self, ids_N: Tensor, hidden_NH: Tensor, end: int) -> Draft:
         """Run the drafter at the N slots before ``end``: all of them get keys, the last one alone attends and drafts."""
@@ -172,7 +148,7 @@ class DraftChain:
         keys_1KTd, values_1KTd = self.keys_1KCd[:, :, :end], self.values_1KCd[:, :, :end]
         attention_11Qd = grouped_attention(query_1Q1d, keys_1KTd, values_1KTd, None, self.drafter.shape.scale)
         hidden_1H = self.drafter.finish(attention_11Qd[0], hidden_NH[-1:])
-        return Draft(self.draft_ids_D[self.drafter.logits(hidden_1H).argmax(-1)], hidden_1H)
+        return Draft(self.drafter.logits(hidden_1H), hidden_1H)
 
 
 class TargetRunner:
@@ -290,7 +266,8 @@ class Laps:
 class Engine:
     """A loaded target and any number of drafters, chosen per request; requests run one at a time.
 
-    ``context`` bounds prompt and reply together, ``draft_steps`` is s. Raises EyasError when a drafter does not fit the target.
+    ``context`` bounds prompt and reply together, ``draft_steps`` is s, ``rule`` says how drafts are picked at temperature > 0.
+    Raises EyasError when a drafter does not fit the target.
     """
 
     def __init__(
@@ -301,8 +278,9 @@ class Engine:
         context: int,
         draft_steps: int,
         device: torch.device | str = "cpu",
+        rule: RuleName = "sglang",
     ) -> None:
-        self.context, self.draft_steps = context, draft_steps
+        self.context, self.draft_steps, self.rule = context, draft_steps, rule
         self.stop_ids = frozenset(target.shape.eos_ids)
         self.vocab_size = target.shape.vocab_size
         if context > target.shape.max_position:
@@ -363,7 +341,7 @@ class Engine:
         self.check(prompt_ids, max_new_tokens, temperature, drafter)
         limit = min(max_new_tokens, self.context - len(prompt_ids))
         stops = self.stop_ids if stop_ids is None else frozenset(stop_ids)
-        request = Request(list(prompt_ids), limit, temperature, seed, stops)
+        request = Request(list(prompt_ids), limit, temperature, seed, stops, self.rule)
         with self._busy:
             return decode(self._target, self._chains[drafter] if drafter is not None else None, request, on_tokens)
 

@@ -88,7 +88,7 @@ def load(config: Config, drafters: dict[str, str], default: str | None = None) -
     device, dtype = pick_device(config.target.device), getattr(torch, config.engine.dtype)
     family = family_of(target.shape.model_type)
     folders = {name: _as_captured(read_drafter(path, dtype, family), config) for name, path in drafters.items()}
-    engine = Engine(target, folders, dtype, config.engine.context, config.engine.draft_steps, device)
+    engine = Engine(target, folders, dtype, config.engine.context, config.engine.draft_steps, device, config.engine.sampling)
     return Served(engine, target.tokenizer(), target.name, default, _server_info(config, target, drafters, default, engine, device))
 
 

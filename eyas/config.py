@@ -151,6 +151,9 @@ class EngineConfig(Section):
     draft_tokens: int | None = Field(
         None, ge=2, le=512, description="tokens a verify step computes; None: draft_steps + 1, as a chain needs it"
     )
+    sampling: Literal["sglang", "rejection"] = Field(
+        "sglang", description="embedded, at temperature > 0: argmax drafts by SGLang's rule, or sampled drafts by rejection sampling"
+    )
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
     context: int = Field(4096, ge=16, description="tokens of prompt and reply together")
@@ -192,6 +195,35 @@ class EvalConfig(Section):
     )
 
 
+class SweepConfig(Section):
+    """Which engine settings ``eyas sweep`` measures, and how long it looks at each."""
+
+    steps: list[Annotated[int, Field(ge=1, le=16)]] = Field([1, 2, 3, 4, 5, 7], min_length=1, description="draft steps in a row")
+    topk: list[Annotated[int, Field(ge=1, le=64)]] = Field(
+        [1], min_length=1, description="branches a draft step; 1 is a chain, more is a tree (sglang)"
+    )
+    draft_tokens: list[Annotated[int, Field(ge=2, le=512)]] = Field(
+        default_factory=list, description="of trees: tokens a verify step computes; a chain always has one more than steps"
+    )
+    drafters: list[str] | None = Field(
+        None, min_length=1, description="by name: starter, result, folder names of eval.compare; None takes all that there are"
+    )
+    prompts: int = Field(12, ge=2, description="held-out prompts at every point, always the same ones")
+    max_new_tokens: int = Field(128, ge=8)
+    margin: float | None = Field(
+        0.03, ge=0, lt=1, description="a point that must stay behind by more than this share is not measured; None measures every point"
+    )
+    simulated_lengths: list[Annotated[float, Field(ge=1, le=17)]] = Field(
+        [1.5, 2.5], min_length=1, description="acceptance lengths that `eyas sweep --simulate` has sglang pretend"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "SweepConfig":
+        if max(self.topk) > 1 and not self.draft_tokens:
+            raise ValueError(f"topk {max(self.topk)} needs draft_tokens: how many of a tree's tokens a verify step computes")
+        return self
+
+
 class Config(Section):
     """A whole run."""
 
@@ -203,11 +235,19 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
+    sweep: SweepConfig = SweepConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if self.drafter.init != "scratch" and self.drafter.intermediate_size:
             raise ValueError("drafter: intermediate_size shapes a fresh drafter; a warm start keeps its own")
+        levels = self.eval.concurrency
+        if self.engine.kind == "embedded" and levels != [1]:
+            raise ValueError(f"eval.concurrency {levels}: the embedded engine decodes one request at a time; leave it at [1], or name the engine.kind")
+        if len(set(levels)) < len(levels):
+            raise ValueError(f"eval.concurrency {levels}: a level is there twice")
+        if max(self.sweep.topk) > 1 and self.engine.kind != "sglang":
+            raise ValueError(f"sweep: topk {max(self.sweep.topk)}: only sglang drafts trees, {self.engine.kind} drafts one chain (topk 1)")
         return self
 
     def folder(self, stage: str) -> Path:

@@ -12,7 +12,8 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from eval.engine import AcceptanceRule, Draft, DraftChain, Engine, Generation, Request, TargetRunner, decode
+from eval.acceptance_rule import AcceptanceRule, RejectionRule, Rule, RuleName
+from eval.engine import Draft, DraftChain, Engine, Generation, Request, TargetRunner, decode
 from eval.kv_cache import cache_for
 from eyas.drafter import Drafter
 from eyas.errors import EyasError
@@ -152,10 +153,11 @@ def test_the_seed_decides_what_is_sampled(engine: Engine) -> None:
     assert sample(1).output_ids != sample(2).output_ids
 
 
-def test_sampled_speculation_has_the_targets_distribution(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", ["sglang", "rejection"])
+def test_sampled_speculation_has_the_targets_distribution(tmp_path: Path, rule: RuleName) -> None:
     """Whole replies of three tokens over four words, counted against the product of the target's own probabilities."""
     target = tiny_target(tmp_path, vocab_size=4, sharpness=0.12)
-    engine = Engine(target, {"d": tiny_folder(target)}, torch.float32, context=32, draft_steps=2)
+    engine = Engine(target, {"d": tiny_folder(target)}, torch.float32, context=32, draft_steps=2, rule=rule)
     prompt, temperature, draws = [2, 3, 1], 0.8, 1500
     expected = sequence_probabilities(target.load_model(torch.float32, "cpu", "eager"), prompt, 3, temperature)
     assert min(expected.values()) * draws > 5  # chi-square holds
@@ -196,6 +198,26 @@ def test_a_draft_is_accepted_with_the_targets_probability_of_it() -> None:
         assert chisquare([first[token] for token in range(4)], [draws * p for p in p_V]).pvalue > 1e-3
 
 
+def test_a_sampled_draft_is_accepted_as_far_as_the_distributions_agree() -> None:
+    p_V, q_D, ids_D, draws = [0.55, 0.3, 0.1, 0.05], [0.2, 0.7, 0.1], torch.tensor([0, 1, 3]), 40000
+    logits_MV = torch.tensor([p_V, [0.25] * 4]).log() * 0.5
+    logits_1D = torch.tensor([q_D]).log() * 0.5
+    rule = RejectionRule(0.5, 0, ids_D)
+    drafted: Counter[int] = Counter()
+    first: Counter[int] = Counter()
+    accepted = 0
+    for _ in range(draws):
+        draft_1 = ids_D[rule.pick(logits_1D)]
+        drafted[int(draft_1)] += 1
+        tokens = rule.accept(logits_MV, draft_1)
+        accepted += len(tokens) == 2
+        first[tokens[0]] += 1
+    agreed = min(0.55, 0.2) + min(0.3, 0.7) + min(0.05, 0.1)
+    assert abs(accepted / draws - agreed) < 4 * math.sqrt(agreed / draws)
+    assert chisquare([drafted[int(token)] for token in ids_D], [draws * q for q in q_D]).pvalue > 1e-3
+    assert chisquare([first[token] for token in range(4)], [draws * p for p in p_V]).pvalue > 1e-3
+
+
 class RecordedChain(DraftChain):
     """Keeps what every cycle drafted, and from what."""
 
@@ -203,8 +225,8 @@ class RecordedChain(DraftChain):
         super().__init__(drafter, LAYERS, STEPS, capacity)
         self.cycles: list[tuple[int, Tensor, list[int]]] = []
 
-    def draft(self, first: Draft) -> Tensor:
-        ids_S = super().draft(first)
+    def draft(self, first: Draft, rule: Rule) -> Tensor:
+        ids_S = super().draft(first, rule)
         self.cycles.append((self.length - 1, first.hidden_1H[0].clone(), ids_S.tolist()))
         return ids_S
 
