@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from data_prep.rows import Quarantined, Row
 from eyas.config import StatesConfig
 from eyas.errors import EyasError
+from eyas.probe import LayerInputs
 from eyas.progress import Task
 from eyas.states import NotFinite, StateRow, StateSpec, StateWriter
 from eyas.target import Target
@@ -111,34 +112,14 @@ class Probe:
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         self._decoder: Any = model.get_decoder()
-        self._layers = tuple(layers)
         self._device = model.device
-        self._kept: dict[int, Tensor] = {}
-        blocks = getattr(self._decoder, "layers", None)
-        if not isinstance(blocks, nn.ModuleList):
-            raise EyasError(f"cannot find the decoder layers of {type(model).__name__}: its decoder has no list 'layers'")
-        wrong = [layer for layer in layers if not 0 <= layer < len(blocks)]
-        if wrong:
-            raise EyasError(f"prep.states.layers: {wrong[0]} is no layer input, this target has 0 to {len(blocks) - 1}")
-        self._blocks = blocks
-        self._hooks: list[Any] = []
+        self._inputs = LayerInputs(model, layers)
 
     def __enter__(self) -> "Probe":
-        for layer in self._layers:
-            self._hooks.append(self._blocks[layer].register_forward_pre_hook(self._keep(layer), with_kwargs=True))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._kept.clear()
-
-    def _keep(self, layer: int) -> Any:
-        def hook(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._kept[layer] = positional[0] if positional else named["hidden_states"]
-
-        return hook
+        self._inputs.close()
 
     @torch.inference_mode()
     def __call__(self, batch: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +128,7 @@ class Probe:
         for index, row in enumerate(batch):
             ids_BT[index, : len(row.tokens.ids)] = torch.tensor(row.tokens.ids)
         final_BTH = self._decoder(input_ids=ids_BT.to(self._device), use_cache=False).last_hidden_state
-        return torch.cat([self._kept[layer] for layer in self._layers], dim=-1), final_BTH
+        return self._inputs.aux(), final_BTH
 
 
 class Proof:

@@ -104,11 +104,7 @@ def split_prompts(config: PrepConfig, seed: int) -> PromptSplit:
         EyasError: a source is unusable, or too few prompts are left on either side.
     """
     dropped: Counter[str] = Counter()
-    given = config.replies.mode == "given"
-    pool = _distinct([_load_all(config.sources, seed, given, dropped)], dropped)
-    taken = _evenly(pool, config.heldout.prompts)
-    extra = _load_all(config.heldout.extra, seed, given, dropped)
-    heldout = _distinct([taken, extra], dropped)
+    pool, taken, heldout = _heldout(config, seed, dropped)
     held_keys = {prompt.key for prompt in heldout}
     taken_keys = {prompt.key for prompt in taken}
     candidates = [prompt for prompt in pool if prompt.key not in held_keys]
@@ -117,6 +113,20 @@ def split_prompts(config: PrepConfig, seed: int) -> PromptSplit:
     if not train:
         raise EyasError(f"prep.sources: no training prompt is left, {dropped[NEAR_DUPLICATE]} were near-duplicates of held-out ones")
     return PromptSplit(_shuffled(train, seed), heldout, {reason: count for reason, count in sorted(dropped.items()) if count})
+
+
+def heldout_prompts(config: PrepConfig, seed: int) -> list[Prompt]:
+    """The held-out prompts of ``split_prompts`` alone: for measuring drafters that exist already, with nothing left to train on."""
+    return _heldout(config, seed, Counter())[2]
+
+
+def _heldout(config: PrepConfig, seed: int, dropped: Counter[str]) -> tuple[list[Prompt], list[Prompt], list[Prompt]]:
+    """All prompts of the sources, those of them that are held out, and all held-out ones, the extra ones included."""
+    given = config.replies.mode == "given"
+    pool = _distinct([_load_all(config.sources, seed, given, dropped)], dropped)
+    taken = _evenly(pool, config.heldout.prompts)
+    extra = _load_all(config.heldout.extra, seed, given, dropped)
+    return pool, taken, _distinct([taken, extra], dropped)
 
 
 def _load_all(sources: list[SourceConfig], seed: int, given: bool, dropped: Counter[str]) -> list[Prompt]:

@@ -165,13 +165,18 @@ def _sample(
 
 
 def _request(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Config) -> Request:
+    ids = question_ids(prompt, tokenizer, config.prep.max_length)
+    return Request(prompt.key, ids, min(config.prep.replies.max_new_tokens, config.prep.max_length - len(ids)))
+
+
+def question_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[int]:
+    """Token ids of a prompt as it is sent. Raises Unusable for one that leaves no room for a reply, or is no prompt at all."""
     ids = prompt_ids(tokenizer, _question(prompt))
-    room = config.prep.max_length - len(ids)
-    if room < 1:
+    if len(ids) >= max_length:
         raise Unusable("prompt over prep.max_length")
     if len(ids) < 2:
         raise Unusable("prompt of less than two tokens")
-    return Request(prompt.key, ids, min(config.prep.replies.max_new_tokens, room))
+    return ids
 
 
 def _question(prompt: Prompt) -> Messages:
@@ -186,13 +191,16 @@ def _given(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, target: Target) -
 
 def _record(prompt: Prompt, request: Request, reply: Reply, temperature: float) -> dict[str, Any]:
     return {
-        **_origin(prompt),
-        "messages": _question(prompt),
-        "prompt_ids": request.prompt_ids,
+        **question(prompt, request.prompt_ids),
         "reply_ids": reply.ids,
         "finished": reply.finished,
         "temperature": temperature,
     }
+
+
+def question(prompt: Prompt, ids: list[int]) -> dict[str, Any]:
+    """A prompt that is to be answered, as a row of a file; ``ids`` are its tokens as they are sent."""
+    return {**_origin(prompt), "messages": _question(prompt), "prompt_ids": ids}
 
 
 def _origin(prompt: Prompt) -> dict[str, str]:

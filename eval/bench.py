@@ -1,26 +1,36 @@
-"""Measure a server: held-out chat prompts, every drafter and no drafter on the same prompts, one request at a time.
+"""Measure a server: held-out chat prompts, every drafter and no drafter on the same prompts.
 
-    eyas bench --config configs/smollm2.yaml              the embedded server, started for this
+    eyas bench --config configs/smollm2.yaml              the configured engine, started for this
     eyas bench --config ... --url http://HOST:PORT        a server that somebody else started
 
-For each prompt all variants run one after the other (interleaved pairs: a machine that slows down slows all of them), in an order
-rotated from prompt to prompt. The prefix cache is flushed before every request, since the variant before has just computed this very
-prompt. Warm-up requests are not counted. Every measurement is appended to ``bench/measurements.jsonl`` as it comes; a killed run
-resumes behind the last. A server with one fixed behaviour (SGLang) is measured twice, with and without speculation, into the same folder.
-Measurements of other drafters, prompts or settings are never mixed in: their folder is kept as ``bench.1``, ``bench.2`` ...
+The schedule (eval/schedule.py): an engine that switches speculation per request measures all variants of a prompt one after the other; any
+other is started anew for each leg, the baseline before and after the drafters. The drafters' server is tried first, once: that a drafter
+does not load is known before the baseline has been measured, and the baseline is then given the limits that this server resolved
+(eval/arguments.py). ``eval.concurrency`` repeats every leg with that many requests in flight.
+
+The prefix cache is flushed before every request (before every level, where more than one is in flight). Warm-up requests are not counted.
+Every measurement is appended to ``bench/measurements.jsonl`` as it comes; a killed run resumes behind the last. What the machine did
+meanwhile is in ``bench/conditions.jsonl``. A server of somebody else with one fixed behaviour is measured once with and once without
+speculation, into the same folder; the baseline once more after that gives the drift. Measurements of other drafters, prompts or settings
+are never mixed in: their folder is kept as ``bench.1``, ``bench.2`` ...
 """
 
 import itertools
-import os
-import platform
 import sys
-from collections import Counter, defaultdict
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eval.clients import BASELINE, Client, Counts, Reply
+from eval.arguments import equalising_flags, public_info
+from eval.clients import BASELINE, Client, VllmClient, connect
+from eval.conditions import Recorder, machine_of_client
+from eval.measurement import LOOP_RULE, MEASUREMENTS, BenchPrompt, Measurement, measurement, places_done
+from eval.schedule import Ask, Leg, leg_of_server, legs, missing, switches
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import JsonlAppender, digest_file, digest_json, read_jsonl
@@ -30,73 +40,34 @@ from eyas.progress import Task
 STARTER, RESULT = "starter", "result"
 """Names of the warm start and of this run's export among the drafters; any other name is a drafter compared beside them."""
 
-MEASUREMENTS = "measurements.jsonl"
 WARMUP_TOKENS = 32
-LOOP_GRAM, LOOP_TIMES = 8, 3
-LOOP_RULE = f"some {LOOP_GRAM} consecutive tokens of the reply occur at least {LOOP_TIMES} times in it"
-
-
-@dataclass(frozen=True)
-class BenchPrompt:
-    """A held-out prompt as it is sent: exactly these tokens."""
-
-    key: str
-    category: str
-    messages: list[dict[str, str]]
-    prompt_ids: list[int]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One request: one prompt under one variant. Seconds are the client's, from sending."""
-
-    key: str
-    category: str
-    variant: str
-    order: int
-    """Place of the variant in this prompt's rotation, from 0."""
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    finish_reason: str
-    first_token_s: float
-    first_tokens: int
-    total_s: float
-    verify_ct: int | None
-    """Verify steps; None without speculation."""
-    correct: int | None
-    proposed: int | None
-    histogram: list[int]
-    """Index: accepted drafts in a cycle; value: cycles."""
-    engine_length: float | None
-    """Acceptance length under the engine's own name and rule."""
-    looping: bool
-    output_ids: list[int]
-    parts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds from the first token to the last."""
-        return self.total_s - self.first_token_s
-
-    @property
-    def decode_tokens(self) -> int:
-        """Tokens that came in ``decode_s``."""
-        return self.completion_tokens - self.first_tokens
-
-    @property
-    def emitted(self) -> int:
-        """Tokens that verify steps emitted: all but the first, which comes from the prefill."""
-        return self.completion_tokens - 1
+AnyClient = Client | VllmClient
 
 
 def default_drafters(config: Config) -> dict[str, str]:
-    """The drafters of a run: its warm start, its export, and ``eval.compare`` under their folder names."""
+    """The drafters of a run: its warm start, its export if there is one, and ``eval.compare`` under their folder names.
+
+    Raises EyasError when two have the same name, or when there is none.
+    """
+    drafters = servable_drafters(config, BASELINE)
+    if not drafters:
+        export = config.folder("export")
+        raise EyasError(f"there is no drafter: {export} does not exist (run `eyas export`), drafter.init is scratch, eval.compare is empty")
+    return drafters
+
+
+def servable_drafters(config: Config, variant: str) -> dict[str, str]:
+    """The drafters of a run, with the export that is not yet there when ``variant`` asks for it; perhaps none.
+
+    Raises EyasError when two have the same name.
+    """
     drafters = {} if config.drafter.init == "scratch" else {STARTER: config.drafter.init}
-    drafters[RESULT] = str(config.folder("export"))
+    export = config.folder("export")
+    if export.exists() or variant == RESULT:
+        drafters[RESULT] = str(export)
     for path in config.eval.compare:
         name = path.rstrip("/").rsplit("/", 1)[-1]
-        if name in {*drafters, BASELINE}:
+        if name in {*drafters, RESULT, BASELINE}:
             raise EyasError(f"eval.compare: two drafters are called {name!r}; rename one of the folders")
         drafters[name] = path
     return drafters
@@ -105,33 +76,23 @@ def default_drafters(config: Config) -> dict[str, str]:
 def bench(config: Config, url: str | None, drafters: dict[str, str]) -> Path:
     """Measure every held-out prompt under every variant and return the bench folder.
 
-    Without ``url`` the embedded server is started with ``drafters`` (name -> folder or hub id). With it, that server is measured as it is;
-    ``drafters`` then only gives its draft model a name. Raises EyasError when prompts are missing or the server dies or answers an error;
-    what was measured until then is kept.
+    Without ``url`` the configured engine is started with ``drafters`` (name -> folder or hub id). With it, that server is measured as it
+    is; ``drafters`` then only gives its draft model a name. Raises EyasError when prompts are missing or the server dies or answers an
+    error; what was measured until then is kept.
     """
-    folder, prompts = config.folder("bench"), bench_prompts(config)
-    part, inputs = _config_part(config), _inputs(config, drafters)
-    _set_aside_outdated(folder, part, inputs)
-    held = _held_before(folder)
-    begin(folder, "bench", part, inputs)
-    write_manifest(folder, read_manifest(folder, "bench").model_copy(update={"holds": held}))
+    run = _Bench(config, drafters)
+    run.begin()
     if url is not None:
-        held = _measure(config, url, prompts, None, drafters, folder, held)
-    elif _missing(folder, prompts, [BASELINE, *drafters]):
-        from eval.launcher import serving
-
-        variants: dict[str, str | None] = {name: name for name in (BASELINE, *drafters)}
-        with serving(config, drafters) as address:
-            held = _measure(config, address, prompts, variants, drafters, folder, held)
-    finish(folder, held | {"prompts": len(prompts), "machine": machine(), "loop_rule": LOOP_RULE})
-    return folder
+        run.measure_server(url)
+    else:
+        run.measure_engine()
+    run.finish()
+    return run.folder
 
 
 def bench_prompts(config: Config) -> list[BenchPrompt]:
-    """``eval.prompts`` held-out prompts of the replies folder, spread evenly over categories, always the same ones."""
-    path = config.folder("replies") / "greedy.jsonl"
-    if not path.exists():
-        raise EyasError(f"{path} does not exist: it holds the held-out prompts, run `eyas prep` first")
+    """``eval.prompts`` held-out prompts, spread evenly over categories, always the same ones."""
+    path = _heldout_file(config)
     by_category: dict[str, list[BenchPrompt]] = defaultdict(list)
     for line, row in read_jsonl(path):
         prompt = _prompt(row, f"{path}, line {line}")
@@ -145,6 +106,18 @@ def bench_prompts(config: Config) -> list[BenchPrompt]:
     return rounds[: config.eval.prompts]
 
 
+def _heldout_file(config: Config) -> Path:
+    """Held-out prompts as `eyas prep` answered them, else as `eyas prep --heldout` left them."""
+    answered, alone = config.folder("replies") / "greedy.jsonl", config.folder("prompts") / "heldout.jsonl"
+    found = next((path for path in (answered, alone) if path.exists()), None)
+    if found is None:
+        raise EyasError(
+            f"{answered} does not exist: it holds the held-out prompts, run `eyas prep` first "
+            "(or `eyas prep --heldout`, which is enough to measure drafters that exist already)"
+        )
+    return found
+
+
 def _prompt(row: dict[str, Any], where: str) -> BenchPrompt:
     try:
         return BenchPrompt(row["key"], row["category"], list(row["messages"]), list(row["prompt_ids"]))
@@ -152,74 +125,158 @@ def _prompt(row: dict[str, Any], where: str) -> BenchPrompt:
         raise EyasError(f"{where}: not a row of `eyas prep` ({error!r})") from None
 
 
-def read_measurements(folder: Path) -> list[Measurement]:
-    """All measurements of a bench folder. Raises EyasError naming file and line for a broken one."""
-    path = Path(folder) / MEASUREMENTS
-    found = []
-    for line, row in read_jsonl(path):
-        try:
-            found.append(Measurement(**row))
-        except TypeError as error:
-            raise EyasError(f"{path}, line {line}: not a measurement of this version ({error})") from None
-    return found
+class _Bench:
+    """One run of the stage: what is measured, where it is written, and what the manifest shall hold."""
+
+    def __init__(self, config: Config, drafters: dict[str, str]) -> None:
+        self.config, self.drafters = config, drafters
+        self.folder, self.prompts = config.folder("bench"), bench_prompts(config)
+        self.held: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Set aside what was measured from other things, take over what was recorded before."""
+        part, inputs = _config_part(self.config), _inputs(self.config, self.prompts, self.drafters)
+        _set_aside_outdated(self.folder, part, inputs)
+        if (self.folder / NAME).exists():
+            self.held = read_manifest(self.folder, "bench").holds
+        begin(self.folder, "bench", part, inputs)
+        self._record()
+
+    def finish(self) -> None:
+        """Everything that was asked for is there."""
+        finish(self.folder, self.held | {"prompts": len(self.prompts), "machine": machine_of_client(), "loop_rule": LOOP_RULE})
+
+    def measure_server(self, url: str) -> None:
+        """Measure a running server as it is: the leg that it can serve."""
+        with connect(url) as client:
+            client.ready()
+            info = client.server_info()
+        self.held["foreign"] = True
+        self._measure(url, leg_of_server(info, self.drafters, places_done(self.folder)), self.config)
+
+    def measure_engine(self) -> None:
+        """Start the configured engine for every leg that lacks measurements."""
+        from eval.launcher import serving
+
+        done = places_done(self.folder)
+        for leg in legs(self.config, self.drafters):
+            if not self._missing(leg, done):
+                continue
+            config = self._equalised(leg)
+            with serving(config, self.drafters, leg.serve) as address:
+                self._measure(address, leg, config)
+
+    def _equalised(self, leg: Leg) -> Config:
+        """The config that a leg is served with: the baseline gets the limits that a speculating server resolved."""
+        if switches(self.config) or leg.serve != BASELINE:
+            return self.config
+        if "equalised" not in self.held:
+            self.held["equalised"] = self._try_speculation()
+            self._record()
+        flags = {**self.config.engine.flags, **self.held["equalised"]}
+        return self.config.model_copy(update={"engine": self.config.engine.model_copy(update={"flags": flags})})
+
+    def _try_speculation(self) -> dict[str, Any]:
+        """Start the first drafter's server, see that it speculates, and return the flags by which a baseline has the same limits."""
+        from eval.launcher import serving
+
+        name = next(iter(self.drafters))
+        print(f"bench: trying the server with drafter {name!r} before the baseline is measured", file=sys.stderr)
+        with serving(self.config, self.drafters, name) as address, connect(address) as client:
+            client.ready()
+            leg = Leg("trial", {name: None}, name)
+            _require_as_asked(self._ask(client, Ask(self.prompts[0], name, 0), leg, 1, WARMUP_TOKENS), address)
+            return equalising_flags(self.config.engine.kind, client.server_info(), self.config.engine.flags)
+
+    def _levels(self, leg: Leg) -> list[int]:
+        return [1] if len(leg.variants) > 1 else self.config.eval.concurrency
+
+    def _missing(self, leg: Leg, done: set[tuple[str, str, str, int]]) -> dict[int, list[Ask]]:
+        """Level of concurrency -> what is still to be asked; levels with nothing left are not there."""
+        todo = {level: missing(leg, self.prompts, level, done) for level in self._levels(leg)}
+        return {level: asks for level, asks in todo.items() if asks}
+
+    def _measure(self, url: str, leg: Leg, config: Config) -> None:
+        """Make the missing requests of a leg."""
+        todo = self._missing(leg, places_done(self.folder))
+        with ExitStack() as stack:
+            clients = [connect(url) for _ in range(max(todo, default=1))]
+            for client in clients:
+                stack.callback(client.close)
+            clients[0].ready()
+            info = clients[0].server_info()
+            self._note_server(leg, info)
+            if not todo:
+                return
+            self._warm_up(clients[0], leg)
+            stack.enter_context(Recorder(self.folder, config, leg.name, list(leg.variants), info))
+            file = stack.enter_context(JsonlAppender(self.folder / MEASUREMENTS))
+            total = sum(len(asks) for asks in todo.values())
+            task = stack.enter_context(Task(f"bench, {_title(leg)}", total=total, unit="requests"))
+            for level, asks in todo.items():
+                for measured in self._level(clients[:level], leg, asks):
+                    _require_as_asked(measured, url)
+                    file.append(asdict(measured))
+                    task.advance(note=_note(measured))
+
+    def _level(self, clients: Sequence[AnyClient], leg: Leg, asks: Sequence[Ask]) -> Iterator[Measurement]:
+        """All requests of one level, as many in flight as there are clients; in the order in which they end."""
+        tokens = self.config.eval.max_new_tokens
+        if len(clients) == 1:
+            for ask in asks:
+                clients[0].flush_cache()
+                yield self._ask(clients[0], ask, leg, 1, tokens)
+            return
+        with ThreadPoolExecutor(len(clients), thread_name_prefix="request") as threads:
+            free = list(clients)
+            # Kernels are chosen per batch size: without this the first requests of a level would pay for it.
+            list(threads.map(lambda client: self._ask(client, asks[0], leg, len(clients), WARMUP_TOKENS), clients))
+            clients[0].flush_cache()
+            waiting, flying = iter(asks), dict[Future[Measurement], AnyClient]()
+            try:
+                while True:
+                    for ask in itertools.islice(waiting, len(free)):
+                        client = free.pop()
+                        flying[threads.submit(self._ask, client, ask, leg, len(clients), tokens)] = client
+                    if not flying:
+                        return
+                    for landed in wait(flying, return_when=FIRST_COMPLETED).done:
+                        free.append(flying.pop(landed))
+                        yield landed.result()
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, client: AnyClient, ask: Ask, leg: Leg, concurrency: int, tokens: int) -> Measurement:
+        sent_at = time.time()
+        limit = min(tokens, self.config.eval.max_new_tokens)
+        seed = _seed(self.config, ask.prompt)
+        reply = client.generate(ask.prompt.prompt_ids, limit, self.config.eval.temperature, seed, leg.variants[ask.variant])
+        return measurement(ask.prompt, ask.variant, ask.order, reply, leg.name, concurrency, sent_at)
+
+    def _warm_up(self, client: AnyClient, leg: Leg) -> None:
+        """Uncounted requests, each variant; the first prompt also as a chat, which tells whether the server's chat template is ours."""
+        count = self.config.eval.warmup_prompts
+        for prompt in self.prompts[-count:] if count else []:
+            for variant in leg.variants:
+                self._ask(client, Ask(prompt, variant, 0), leg, 1, WARMUP_TOKENS)
+        first = self.prompts[0]
+        chat = client.chat(first.messages, 2, 0.0, next(iter(leg.variants.values())))
+        self.held["template"] = {"prompt_tokens": len(first.prompt_ids), "server_prompt_tokens": chat.prompt_tokens}
+        self._record()
+
+    def _note_server(self, leg: Leg, info: dict[str, Any]) -> None:
+        servers = self.held.get("servers", {})
+        self.held["servers"] = servers | {name: public_info(info) for name in leg.variants}
+        self._record()
+
+    def _record(self) -> None:
+        """Write what the manifest holds so far: a killed run has to find it again."""
+        write_manifest(self.folder, read_manifest(self.folder, "bench").model_copy(update={"holds": self.held}))
 
 
-def _measure(
-    config: Config,
-    url: str,
-    prompts: list[BenchPrompt],
-    variants: dict[str, str | None] | None,
-    drafters: dict[str, str],
-    folder: Path,
-    held: dict[str, Any],
-) -> dict[str, Any]:
-    """Send what is missing and append it; returns what the manifest shall hold about the servers."""
-    with Client(url) as client:
-        client.ready()
-        info = client.server_info()
-        variants = variants or server_variants(info, drafters)
-        todo = list(_requests(prompts, list(variants), _done(folder)))
-        held = held | {"servers": held.get("servers", {}) | {name: public_info(info) for name in variants}}
-        if not todo:
-            return held
-        held["template"] = _warm_up(config, client, prompts, variants)
-        with JsonlAppender(folder / MEASUREMENTS) as file, Task("bench", total=len(todo), unit="requests") as task:
-            for prompt, variant, order in todo:
-                client.flush_cache()
-                reply = client.generate(
-                    prompt.prompt_ids, config.eval.max_new_tokens, config.eval.temperature, _seed(config, prompt), variants[variant]
-                )
-                measured = measurement(prompt, variant, order, reply)
-                _require_as_asked(measured, url)
-                file.append(asdict(measured))
-                task.advance(note=_note(measured))
-    return held
-
-
-def measurement(prompt: BenchPrompt, variant: str, order: int, reply: Reply) -> Measurement:
-    """A reply as a row of measurements.jsonl."""
-    counts = reply.counts or Counts(0, 0, None, (), None)
-    return Measurement(
-        key=prompt.key,
-        category=prompt.category,
-        variant=variant,
-        order=order,
-        prompt_tokens=reply.prompt_tokens,
-        completion_tokens=reply.completion_tokens,
-        cached_tokens=reply.cached_tokens,
-        finish_reason=reply.finish_reason,
-        first_token_s=reply.first_token_s,
-        first_tokens=reply.first_tokens,
-        total_s=reply.total_s,
-        verify_ct=counts.verify_ct if reply.counts or variant != BASELINE else None,
-        correct=counts.correct if reply.counts else None,
-        proposed=counts.proposed,
-        histogram=list(counts.histogram),
-        engine_length=counts.engine_length,
-        looping=loops(reply.output_ids),
-        output_ids=list(reply.output_ids),
-        parts=reply.parts,
-    )
+def _title(leg: Leg) -> str:
+    names = ", ".join(leg.variants)
+    return names if len(leg.variants) > 1 else f"{names} ({leg.name})"
 
 
 def _require_as_asked(measured: Measurement, url: str) -> None:
@@ -233,100 +290,6 @@ def _require_as_asked(measured: Measurement, url: str) -> None:
         )
 
 
-def loops(ids: Sequence[int]) -> bool:
-    """True for a reply that repeats itself (LOOP_RULE): such text is trivially accepted and says nothing about a drafter."""
-    grams = Counter(tuple(ids[start : start + LOOP_GRAM]) for start in range(len(ids) - LOOP_GRAM + 1))
-    return any(count >= LOOP_TIMES for count in grams.values())
-
-
-def first_difference(ids: Sequence[int], baseline_ids: Sequence[int]) -> int | None:
-    """Index of the first token at which two replies differ (a shorter one differs at its end); None when they are equal."""
-    for index, (one, other) in enumerate(zip(ids, baseline_ids, strict=False)):
-        if one != other:
-            return index
-    return None if len(ids) == len(baseline_ids) else min(len(ids), len(baseline_ids))
-
-
-def server_variants(info: dict[str, Any], drafters: dict[str, str]) -> dict[str, str | None]:
-    """What a running server can be asked for: variant name -> value of the request field, None for a server with one behaviour.
-
-    The embedded server switches per request between its drafters. SGLang does what it was started with: "none" without speculation, else
-    the name that ``drafters`` gives to its draft model, or that folder's own name.
-    """
-    embedded = info.get("eyas")
-    if isinstance(embedded, dict):
-        return {name: name for name in (BASELINE, *embedded.get("drafters", []))}
-    if not info.get("speculative_algorithm"):
-        return {BASELINE: None}
-    path = str(info.get("speculative_draft_model_path") or "drafter").rstrip("/")
-    named = next((name for name, folder in drafters.items() if _same_drafter(folder, path)), None)
-    return {named or path.rsplit("/", 1)[-1]: None}
-
-
-def _same_drafter(one: str, other: str) -> bool:
-    plain = [name.removeprefix("hub:").partition("@")[0].rstrip("/") for name in (one, other)]
-    return plain[0] == plain[1] or Path(plain[0]).resolve() == Path(plain[1]).resolve()
-
-
-def public_info(info: dict[str, Any]) -> dict[str, Any]:
-    """The plain values of /server_info that may be shown: no keys or passwords, no running counters."""
-    hidden = ("key", "password", "secret", "token_", "internal_states", "avg_")
-    plain = {name: value for name, value in info.items() if isinstance(value, str | int | float | bool | list | dict | None)}
-    return {name: value for name, value in plain.items() if not any(word in name.lower() for word in hidden)}
-
-
-def machine() -> dict[str, Any]:
-    """The machine of the client (and of the embedded server): what the times depend on."""
-    return {
-        "processor": _processor(),
-        "system": platform.system(),
-        "architecture": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _warm_up(config: Config, client: Client, prompts: list[BenchPrompt], variants: dict[str, str | None]) -> dict[str, Any]:
-    """Uncounted requests, each variant; the first prompt also as a chat, which tells whether the server's chat template is ours."""
-    warm = prompts[-config.eval.warmup_prompts :] if config.eval.warmup_prompts else []
-    for prompt in warm:
-        for value in variants.values():
-            client.generate(prompt.prompt_ids, min(WARMUP_TOKENS, config.eval.max_new_tokens), config.eval.temperature, config.seed, value)
-    first = prompts[0]
-    chat = client.chat(first.messages, 2, 0.0, next(iter(variants.values())))
-    return {"prompt_tokens": len(first.prompt_ids), "server_prompt_tokens": chat.prompt_tokens}
-
-
-def _requests(prompts: list[BenchPrompt], variants: list[str], done: set[tuple[str, str]]) -> Iterator[tuple[BenchPrompt, str, int]]:
-    for number, prompt in enumerate(prompts):
-        turn = number % len(variants)
-        for order, variant in enumerate(variants[turn:] + variants[:turn]):
-            if (prompt.key, variant) not in done:
-                yield prompt, variant, order
-
-
-def _done(folder: Path) -> set[tuple[str, str]]:
-    path = folder / MEASUREMENTS
-    if not path.exists():
-        return set()
-    with JsonlAppender(path):  # a killed run may have left a torn last line: opening for appending cuts it off
-        pass
-    return {(measured.key, measured.variant) for measured in read_measurements(folder)}
-
-
-def _missing(folder: Path, prompts: list[BenchPrompt], variants: list[str]) -> bool:
-    return next(_requests(prompts, variants, _done(folder)), None) is not None
-
-
 def _seed(config: Config, prompt: BenchPrompt) -> int:
     """One seed a prompt, the same for every variant; 31 bits, as engines take it."""
     return int(digest_json([config.seed, prompt.key])[:8], 16) & 0x7FFFFFFF
@@ -335,7 +298,8 @@ def _seed(config: Config, prompt: BenchPrompt) -> int:
 def _note(measured: Measurement) -> str:
     rate = measured.completion_tokens / measured.total_s if measured.total_s > 0 else 0.0
     length = f", {measured.emitted / measured.verify_ct:.2f} tokens a verify step" if measured.verify_ct else ""
-    return f"{measured.variant}: {rate:.1f} tok/s{length}"
+    flying = f" x {measured.concurrency}" if measured.concurrency > 1 else ""
+    return f"{measured.variant}: {rate:.1f}{flying} tok/s{length}"
 
 
 def _set_aside_outdated(folder: Path, part: dict[str, Any], inputs: dict[str, str]) -> None:
@@ -343,7 +307,7 @@ def _set_aside_outdated(folder: Path, part: dict[str, Any], inputs: dict[str, st
     if not (folder / NAME).exists():
         return
     there = read_manifest(folder, "bench")
-    changed = [*_changed(there.inputs, inputs), *_changed(there.config, part)]
+    changed = [*_changed(there.config, part), *_changed(there.inputs, inputs)]
     if not changed:
         return
     free = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
@@ -365,29 +329,26 @@ def _changed(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> I
             yield f"{prefix}{name}"
 
 
-def _held_before(folder: Path) -> dict[str, Any]:
-    """What earlier runs recorded (other servers measured into the same folder)."""
-    return read_manifest(folder, "bench").holds if (folder / NAME).exists() else {}
-
-
 def _config_part(config: Config) -> dict[str, Any]:
-    """What decides a measurement: not the bootstrap, nor where the server listens."""
+    """What decides a measurement: not the bootstrap, nor where the server listens, nor which levels of concurrency are asked for."""
     return {
         "target": config.target.model_dump(mode="json"),
-        "engine": config.engine.model_dump(mode="json", exclude={"host", "port"}),
-        "eval": config.eval.model_dump(mode="json", exclude={"bootstrap", "compare"}),
+        "engine": config.engine.model_dump(mode="json", exclude={"host", "port", "stuck_limit_s"}),
+        "eval": config.eval.model_dump(mode="json", exclude={"bootstrap", "compare", "concurrency"}),
         "seed": config.seed,
     }
 
 
-def _inputs(config: Config, drafters: dict[str, str]) -> dict[str, str]:
-    inputs = {"replies": digest_file(config.folder("replies") / "greedy.jsonl")}
+def _inputs(config: Config, prompts: Sequence[BenchPrompt], drafters: dict[str, str]) -> dict[str, str]:
+    inputs = {"prompts": digest_json([[prompt.key, prompt.prompt_ids] for prompt in prompts])}
     for name, path in drafters.items():
-        inputs[f"drafter.{name}"] = _drafter_digest(path)
+        inputs[f"drafter.{name}"] = drafter_digest(path)
+    if config.engine.environment is not None:
+        inputs["environment"] = digest_file(config.engine.environment)
     return inputs
 
 
-def _drafter_digest(path: str) -> str:
+def drafter_digest(path: str) -> str:
     """Digest of a folder's config and weights; a hub id stands for itself."""
     folder = Path(path)
     if not folder.is_dir():

@@ -1,58 +1,26 @@
 """Client of a server with SGLang's HTTP interface: requests that are measured, with the engine's own acceptance counts per request.
 
+``connect`` gives this client, or vLLM's (eval/client_vllm.py), whichever the server needs.
+
 Requests go out one at a time (batch 1 is what speculation is for). Field names are SGLang's; the older ones (before 0.5.12) are
 understood too. The embedded server adds two things: the request field ``speculative`` that names the drafter of this request or "none",
 and ``meta_info["eyas"]``, the seconds spent in each part of the cycle.
 """
 
-import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
-
+from eval.client_vllm import VllmClient
+from eval.connection import Connection, message
+from eval.reply import Counts, Reply
 from eyas.errors import EyasError
 
+__all__ = ["BASELINE", "AnyClient", "Client", "Counts", "Reply", "VllmClient", "connect"]
+
 BASELINE = "none"
-_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-
-
-@dataclass(frozen=True)
-class Counts:
-    """One request's speculation, as the engine counted it."""
-
-    verify_ct: int
-    correct: int
-    """Accepted drafts of all cycles; the cut-off last cycle counts untrimmed in SGLang."""
-    proposed: int | None
-    histogram: tuple[int, ...]
-    """Index: accepted drafts in a cycle; value: number of such cycles. Empty when the engine gives none."""
-    engine_length: float | None
-    """The acceptance length under the engine's own name and rule (SGLang: all completion tokens / verify steps)."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What one request brought and how long it took, in seconds from sending."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    output_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
-    first_token_s: float
-    first_tokens: int
-    """Tokens in the first piece of the stream: 1 unless the engine sends them late."""
-    total_s: float
-    counts: Counts | None
-    """None when the request ran without speculation."""
-    parts: dict[str, Any] = field(default_factory=dict)
-    """The embedded engine's seconds and counts by part."""
+FLUSH_LIMIT_S, FLUSH_POLL_S = 20.0, 0.05
 
 
 class Client:
@@ -62,14 +30,8 @@ class Client:
     """
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise EyasError(f"--url {url}: expected http://HOST:PORT")
-        self.url = url.rstrip("/")
-        # A proxy from the environment must not stand between us and a server on this machine.
-        self._http = httpx.Client(
-            base_url=self.url, timeout=httpx.Timeout(timeout_s, connect=10.0), trust_env=parts.hostname not in _LOOPBACK
-        )
+        self._server = Connection(url, timeout_s)
+        self.url = self._server.url
 
     def __enter__(self) -> "Client":
         return self
@@ -79,22 +41,27 @@ class Client:
 
     def close(self) -> None:
         """Close the connection."""
-        self._http.close()
+        self._server.close()
 
     def ready(self) -> None:
         """Ask the server for one token (/health_generate); returns when it answered."""
-        self._request("GET", "/health_generate")
+        self._server.request("GET", "/health_generate")
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache, so that no request finds another's prompt computed."""
-        self._request("POST", "/flush_cache")
+        """Empty the prefix cache, so that no request finds another's prompt computed.
+
+        A server refuses (400) while it still clears up behind a reply whose last token is out already, so that is asked again for a while.
+        """
+        refused_until = time.monotonic() + FLUSH_LIMIT_S
+        while (answer := self._server.answer("POST", "/flush_cache")).status_code != 200:
+            if answer.status_code != 400 or time.monotonic() > refused_until:
+                raise EyasError(f"{self.url}/flush_cache answered {answer.status_code}: {message(answer.text)}")
+            time.sleep(FLUSH_POLL_S)
 
     def server_info(self) -> dict[str, Any]:
         """The server's resolved arguments (/server_info, /get_server_info on older SGLang)."""
-        response = self._send("GET", "/server_info", None)
-        if response.status_code == 404:
-            response = self._send("GET", "/get_server_info", None)
-        return _object(_checked(response, "/server_info"), "/server_info")
+        older = self._server.answer("GET", "/server_info").status_code == 404
+        return self._server.object("GET", "/get_server_info" if older else "/server_info")
 
     def generate(
         self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int, speculative: str | None = None
@@ -111,17 +78,17 @@ class Client:
         if speculative is not None:
             body["speculative"] = speculative
         ids: list[int] = []
+        pieces: list[int] = []
         last: dict[str, Any] = {}
         first_s, first_tokens, total_s = 0.0, 0, 0.0
-        start = time.perf_counter()
-        for event in self._events("/generate", body):
-            now = time.perf_counter() - start
+        for now, event in self._server.events("/generate", body):
             meta = event.get("meta_info")
             if not isinstance(meta, dict):
                 raise EyasError(f"{self.url}/generate sent a piece without meta_info: is it an SGLang-style server?")
             new = list(event.get("output_ids") or [])
             # SGLang's stream carries all ids so far, or only the new ones (--stream-output): the count of tokens tells which.
-            ids = new if len(new) == meta.get("completion_tokens") else ids + new
+            known, ids = len(ids), new if len(new) == meta.get("completion_tokens") else ids + new
+            pieces += [len(ids) - known] if len(ids) > known else []
             if ids and not first_tokens:
                 first_s, first_tokens = now, len(ids)
             last, total_s = event, now
@@ -130,7 +97,7 @@ class Client:
             raise EyasError(f"{self.url}/generate: the stream ended before the reply was finished; look at the server's log")
         reason = _reason(meta["finish_reason"])
         if reason == "abort":
-            raise EyasError(f"{self.url}/generate aborted the request: {_message(meta['finish_reason']) or 'it does not say why'}")
+            raise EyasError(f"{self.url}/generate aborted the request: {message(meta['finish_reason']) or 'it does not say why'}")
         if not ids:
             raise EyasError(f"{self.url}/generate: the reply holds no output_ids: this server is too old to be measured")
         return Reply(
@@ -145,6 +112,7 @@ class Client:
             total_s=total_s,
             counts=_counts(meta),
             parts=dict(meta.get("eyas") or {}),
+            pieces=tuple(pieces),
         )
 
     def chat(self, messages: Sequence[dict[str, str]], max_new_tokens: int, temperature: float, speculative: str | None = None) -> Reply:
@@ -162,7 +130,7 @@ class Client:
         if speculative is not None:
             body["speculative"] = speculative
         start = time.perf_counter()
-        answer = _object(self._request("POST", "/v1/chat/completions", body), "/v1/chat/completions")
+        answer = self._server.object("POST", "/v1/chat/completions", body)
         total_s = time.perf_counter() - start
         try:
             choice, usage = answer["choices"][0], answer["usage"]
@@ -183,75 +151,19 @@ class Client:
         except (KeyError, IndexError, TypeError) as error:
             raise EyasError(f"{self.url}/v1/chat/completions: the answer is no chat completion ({error!r})") from None
 
-    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Server-sent events of one streamed request, [DONE] excluded."""
-        try:
-            with self._http.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    response.read()
-                    _checked(response, path)
-                for line in response.iter_lines():
-                    payload = line.removeprefix("data:").strip()
-                    if not line.startswith("data:") or payload == "[DONE]":
-                        continue
-                    event = _parsed(payload, path)
-                    if "error" in event:
-                        raise EyasError(f"{self.url}{path} broke off: {_message(event)}")
-                    yield event
-        except httpx.HTTPError as error:
-            raise self._gone(path, error) from None
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        return _checked(self._send(method, path, body), path)
-
-    def _send(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
-        try:
-            return self._http.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            raise self._gone(path, error) from None
-
-    def _gone(self, path: str, error: httpx.HTTPError) -> EyasError:
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return EyasError(f"no server answers at {self.url}: start one with `eyas serve`, or check --url")
-        if isinstance(error, httpx.TimeoutException):
-            return EyasError(f"{self.url}{path} sent nothing for {self._http.timeout.read:g} s: the server hangs; look at its log")
-        return EyasError(f"{self.url}{path}: the server closed the connection ({error}); it probably died: look at its log")
+AnyClient = Client | VllmClient
 
 
-def _checked(response: httpx.Response, path: str) -> httpx.Response:
-    if response.status_code == 200:
-        return response
-    where = f"{response.request.url.scheme}://{response.request.url.netloc.decode()}{path}"
-    raise EyasError(f"{where} answered {response.status_code}: {_message(_loose(response)) or response.reason_phrase}")
+def connect(url: str, timeout_s: float = 600.0) -> AnyClient:
+    """The client that speaks the server's language: vLLM signs its list of models, everything else is taken for SGLang-style.
 
-
-def _loose(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError:
-        return response.text
-
-
-def _message(answer: Any) -> str:
-    """The first line of an error answer, whichever of the usual shapes it has."""
-    while isinstance(answer, dict):
-        answer = next((answer[key] for key in ("error", "message", "detail") if answer.get(key)), "")
-    lines = str(answer).strip().splitlines()
-    return lines[0][:300] if lines else ""
-
-
-def _object(response: httpx.Response, path: str) -> dict[str, Any]:
-    return _parsed(response.text, path)
-
-
-def _parsed(text: str, path: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        raise EyasError(f"{path}: the server sent what is not JSON: {text[:80]!r}") from None
-    if not isinstance(value, dict):
-        raise EyasError(f"{path}: expected a JSON object from the server, got {type(value).__name__}")
-    return value
+    Raises EyasError when no server answers.
+    """
+    with Connection(url, timeout_s) as server:
+        answer = server.answer("GET", "/v1/models")
+    signed = answer.status_code == 200 and '"owned_by":"vllm"' in answer.text.replace(" ", "")
+    return VllmClient(url, timeout_s) if signed else Client(url, timeout_s)
 
 
 def _reason(value: Any) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from eyas.attention_hf import NAME, grouped_attention
 from eyas.drafter import Drafter
 from eyas.errors import EyasError
 from eyas.folder import DrafterFolder
+from eyas.probe import LayerInputs
 from eyas.target import Target
 
 OnTokens = Callable[[list[int]], None]
@@ -161,20 +162,7 @@ class TargetRunner:
         self.length = 0
         self.positions_1C = torch.arange(capacity, device=self.device)[None]
         self.no_drafts = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._states: dict[int, Tensor] = {}
-        decoder_layers = _decoder_layers(model)
-        for layer in layers:
-            if not 0 <= layer < len(decoder_layers):
-                raise EyasError(
-                    f"a drafter wants hidden_states[{layer}]; inputs of the target's layers 0 to {len(decoder_layers) - 1} exist"
-                )
-            decoder_layers[layer].register_forward_pre_hook(self._keeper(layer), with_kwargs=True)
-
-    def _keeper(self, layer: int) -> Callable[..., None]:
-        def keep(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._states[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return keep
+        self._inputs = LayerInputs(model, layers)
 
     def forward(self, ids: list[int], drafts_S: Tensor | None = None, last_only: bool = False) -> Tensor:
         """Process ``ids`` and the drafts behind what the cache holds. Returns logits of each of them, or of the last one."""
@@ -194,7 +182,7 @@ class TargetRunner:
 
     def aux(self, layers: Sequence[int], count: int) -> Tensor:
         """Aux states [count, A] of the first ``count`` tokens of the last forward."""
-        return torch.cat([self._states[layer][0, :count] for layer in layers], dim=-1)
+        return torch.cat([self._inputs.states[layer][0, :count] for layer in layers], dim=-1)
 
     def keep(self, length: int) -> None:
         """Forget all but the first ``length`` tokens."""
@@ -363,11 +351,3 @@ def _require_fit(name: str, folder: DrafterFolder, target: Target, context: int)
     layers = _layers(folder, target)
     if len(layers) != shape.num_aux:
         raise EyasError(f"drafter {name}: its config names {len(layers)} aux layers, its fc takes {shape.num_aux}")
-
-
-def _decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList):
-        raise EyasError(f"cannot find the decoder layers of {type(model).__name__}")
-    return layers

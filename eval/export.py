@@ -1,5 +1,6 @@
 """The best checkpoint as a folder that SGLang loads, read back and compared: SGLang itself would skip a wrong name without a word."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from eyas import conventions
 from eyas.attention_hf import grouped_attention
 from eyas.config import Config
-from eyas.conventions import family_of
+from eyas.conventions import Family, family_of
 from eyas.drafter import Drafter
 from eyas.errors import EyasError
 from eyas.files import digest_file
@@ -24,26 +26,47 @@ def export(config: Config) -> Path:
     """Write ``output/export`` from ``output/train/best`` and return it; a folder that is current is left as it is.
 
     The weights keep their dtype. ``max_position`` is raised to the serving context and to the target's positions: engines refuse or crash
-    below them. Raises EyasError when training is not finished, was for another target, or the written folder is not what was meant.
+    below them. Layer ids are written for SGLang and for vLLM, each where it looks for them, as ``engine.version`` reads them; versions
+    that would read them otherwise are named on stderr. Raises EyasError when training is not finished, was for another target, or the
+    written folder is not what was meant.
     """
     source, folder = config.folder("train"), config.folder("export")
     target = open_target(config.target)
     trained = _finished(source, target)
-    part = {"context": config.engine.context, "target": target.name}
+    engines = served_by(config)
+    part = {"context": config.engine.context, "target": target.name, "written_for": engines}
     inputs = {"weights": digest_file(source / "best" / "model.safetensors"), "config": digest_file(source / "best" / "config.json")}
     if is_current(folder, "export", part, inputs):
         return folder
-    best = read_drafter(source / "best", _stored_dtype(source / "best"), family_of(target.shape.model_type))
+    family = family_of(target.shape.model_type)
+    best = read_drafter(source / "best", _stored_dtype(source / "best"), family)
     layers = tuple(trained.holds["layers"])
     if best.layers != layers:
         raise EyasError(f"{source / 'best'} says it reads layers {best.layers}, its training run says {layers}: train again")
     dtype = best.drafter.fc.weight.dtype
     drafter = _with_positions(best.drafter, max(best.drafter.shape.max_position, config.engine.context, target.shape.max_position))
     write_manifest(folder, Manifest(kind="export", config=part, inputs=inputs))
-    write_drafter(folder, drafter, drafter_config(drafter.shape, layers, target), dtype)
+    write_drafter(folder, drafter, drafter_config(drafter.shape, layers, target, **engines), dtype)
     _compare(folder, best, layers, target, dtype)
     finish(folder, _holds(drafter, layers, target, dtype, trained.holds.get("best")))
+    for misread in misread_by(engines, layers, family):
+        print(f"export: {misread}: it needs an export of its own (engine.kind, engine.version)", file=sys.stderr)
     return folder
+
+
+def served_by(config: Config) -> dict[str, str]:
+    """The versions of sglang and vllm that an export is written for: ``engine.version`` for its kind, else the newest that is known."""
+    newest = {"sglang": conventions.SGLANG, "vllm": conventions.VLLM}
+    return newest | ({config.engine.kind: config.engine.version} if config.engine.version else {})
+
+
+def misread_by(engines: dict[str, str], layers: tuple[int, ...], family: Family) -> list[str]:
+    """Versions that one folder cannot serve beside those in ``engines``, and what they would feed the drafter."""
+    told = []
+    for engine in ("sglang", "vllm"):
+        ids = conventions.written_ids(layers, engine, engines[engine], family)
+        told += conventions.misreadings(ids, engine, family, layers)
+    return told
 
 
 def _finished(source: Path, target: Target) -> Manifest:

@@ -101,6 +101,113 @@ def speed_figure(summary: Summary) -> str:
     return _svg("speed", draw, height=0.9 + 0.55 * len(summary.variants))
 
 
+def levels_figure(summary: Summary) -> str:
+    """Lines: tokens a second of all requests together, by how many are in flight. Only where there are several levels."""
+    if len(summary.levels) < 2:
+        return ""
+
+    def draw(axes: Axes) -> None:
+        places = range(len(summary.levels))  # levels double, so equal steps
+        for variant in summary.variants:
+            rates = [next(found.tokens_per_second for found in level.variants if found.name == variant.name) for level in summary.levels]
+            axes.errorbar(
+                places,
+                [rate.value or 0.0 for rate in rates],
+                yerr=_all_arms(rates),
+                fmt="o-",
+                color=colour(variant.name, summary),
+                label=label(variant.name),
+            )
+        axes.set_xticks(places, [str(level.concurrency) for level in summary.levels])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("requests in flight")
+        axes.set_ylabel("tokens a second, together")
+        _legend(axes)
+
+    return _svg("levels", draw, height=3.2)
+
+
+def level_speedups_figure(summary: Summary) -> str:
+    """Lines: speed-up of every drafter by how many requests are in flight, all together. Only where there are several levels."""
+    speedups = {
+        name: known
+        for name in (variant.name for variant in summary.variants)
+        if len(known := [found.speedup for level in summary.levels for found in level.variants if found.name == name and found.speedup]) > 1
+    }
+    if not speedups:
+        return ""
+
+    def draw(axes: Axes) -> None:
+        places = range(len(summary.levels))
+        for name, known in speedups.items():
+            values = [speedup.value or 0.0 for speedup in known]
+            axes.errorbar(places, values, yerr=_all_arms(known), fmt="o-", color=colour(name, summary), label=label(name))
+        axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        axes.set_xticks(places, [str(level.concurrency) for level in summary.levels])
+        axes.set_xlabel("requests in flight")
+        axes.set_ylabel("speed-up")
+        _legend(axes)
+
+    return _svg("level-speedups", draw, height=3.2)
+
+
+def categories_figure(summary: Summary) -> str:
+    """Points: acceptance length of every drafter in every category. Only where there are several categories."""
+    groups = summary.categories
+    if len(groups) < 2:
+        return ""
+    drafters = [variant.name for variant in summary.variants if variant.name != BASELINE]
+
+    def draw(axes: Axes) -> None:
+        for number, drafter in enumerate(drafters):
+            offset = 0.5 * ((len(drafters) - 1) / 2 - number) / max(len(drafters), 1)
+            known = [(place, group.lengths[drafter]) for place, group in enumerate(reversed(groups)) if group.lengths[drafter].value]
+            axes.errorbar(
+                [length.value or 0.0 for _, length in known],
+                [place + offset for place, _ in known],
+                xerr=_all_arms([length for _, length in known]),
+                fmt="o",
+                color=colour(drafter, summary),
+                label=label(drafter),
+            )
+        axes.set_yticks(range(len(groups)), [group.name for group in reversed(groups)])
+        axes.set_ylim(-0.6, len(groups) - 0.4)
+        axes.tick_params(axis="y", labelcolor=INK, length=0)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("acceptance length")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=3)
+
+    return _svg("categories", draw, height=1.3 + (0.24 + 0.16 * len(drafters)) * len(groups))
+
+
+def contexts_figure(summary: Summary) -> str:
+    """Lines: acceptance length of every drafter by context length."""
+    groups = summary.contexts.groups
+    if len(groups) < 2:
+        return ""
+
+    def draw(axes: Axes) -> None:
+        for variant in summary.variants:
+            known = [(place, group.lengths[variant.name]) for place, group in enumerate(groups) if variant.name in group.lengths]
+            if known:
+                axes.errorbar(
+                    [place for place, _ in known],
+                    [length.value or 0.0 for _, length in known],
+                    yerr=_all_arms([length for _, length in known]),
+                    fmt="o-",
+                    color=colour(variant.name, summary),
+                    label=label(variant.name),
+                )
+        axes.set_xticks(range(len(groups)), [group.name for group in groups])
+        axes.set_xlim(-0.3, len(groups) - 0.7)
+        axes.set_ylim(bottom=1)
+        axes.set_xlabel("tokens of context")
+        axes.set_ylabel("acceptance length")
+        _legend(axes)
+
+    return _svg("contexts", draw, height=3.2)
+
+
 def acceptance_figure(summary: Summary, training: TrainingLog | None, kind: str) -> str:
     """Lines: acceptance by draft position, ``kind`` 'unconditional' or 'conditional', every drafter served, and offline beside it."""
 
@@ -267,6 +374,12 @@ def _arms(interval: Interval) -> list[list[float]] | None:
     if interval.value is None or interval.low is None or interval.high is None:
         return None
     return [[max(interval.value - interval.low, 0.0)], [max(interval.high - interval.value, 0.0)]]
+
+
+def _all_arms(intervals: Sequence[Interval]) -> list[list[float]]:
+    """Error bars of several points; a value without an interval gets none."""
+    arms = [_arms(interval) or [[0.0], [0.0]] for interval in intervals]
+    return [[low[0] for low, _ in arms], [high[0] for _, high in arms]]
 
 
 def _legend(axes: Axes) -> None:

@@ -1,96 +1,404 @@
-"""A server as a child process: started in a process group of its own, waited for while it lives, gone when the block ends."""
+"""Starting and ending servers: the embedded engine, SGLang or vLLM, each by its own interpreter or container, one server a run at a time.
 
+    with serving(config, drafters, variant) as url: ...      for the length of a block; however that ends, no process is left
+    eyas serve / eyas wait / eyas stop                       a server that stays until it is stopped, from whichever terminal
+
+Every server has a keeper (``eval.keeper``) that outlives whoever started or watches it. A server of ``serving`` ends with the process that
+started it, also when that is killed: the keeper sees to it. A server of ``eyas serve`` does not: `eyas wait` finds it again.
+"""
+
+import json
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import httpx
-
+from eval import gpu_memory
+from eval.clients import BASELINE
+from eval.command import JOB, Launch, is_loopback, launch, model_path
+from eval.environment import profile
+from eval.processes import MARK, STOP_S, began, free_port, is_alive, listeners, oom_kills, require_free
+from eval.starts import EMBEDDED, Start, forget, note_stop, read_end, read_start, recorded
+from eval.watcher import LOOK_S, Watch, wait_until_ready
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.files import read_json, write_json
-from eyas.progress import PLAIN_EVERY_S
+from eyas.files import FileLock, read_object, write_json
+from eyas.progress import Status
+from eyas.weights import weight_files
 
-POLL_S = 0.1
-LOAD_LIMIT_S = 1800.0
-STOP_S = 10.0
+_SPAWN_S = 120.0
+_CONTAINER_STOP_S = 60.0
+"""A container's command passes the polite signal on; killed, it would leave the container behind."""
+_AFTER_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A server and the folder of its record; its keeper, if this process started it."""
+
+    folder: Path
+    start: Start
+    keeper: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def name(self) -> str:
+        return f"server {self.start.variant}"
 
 
 @contextmanager
-def serving(config: Config, drafters: dict[str, str]) -> Iterator[str]:
-    """Run the embedded server with ``drafters`` (name -> folder or hub id) in a subprocess; yield its URL once it has generated a token.
+def serving(config: Config, drafters: dict[str, str], variant: str | None = None) -> Iterator[str]:
+    """Run a server for the length of the block; yield its URL once it has generated a token.
 
-    Its output goes to ``<output>/server.log``. Raises EyasError with the last line of that log when the server dies while loading.
-    However the block ends, no process of the server's group is left; if this process is killed, the server ends by itself.
+    Args:
+        config: engine and target sections decide.
+        drafters: name -> folder or hub id.
+        variant: SGLang and vLLM: "none" for the baseline, or the drafter to speculate with. The embedded engine serves all of them at once;
+            there it is the one for requests that name none, by default the first.
+
+    Raises EyasError, with the likely cause, when it cannot be started or dies, be it within the block. Its log is
+    ``<output>/servers/<variant>/server.log``.
     """
-    log = config.output / "server.log"
-    with tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
-        ready, job = Path(scratch) / "ready.json", Path(scratch) / "job.json"
-        write_json(job, {"config": config.model_dump(mode="json"), "drafters": drafters, "ready_file": str(ready)})
-        process = _start([sys.executable, "-m", "eval.server", str(job)], log)
-        try:
-            yield _wait(process, ready, config.engine.host, log)
-        finally:
-            _stop(process)
-
-
-def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    running = _begin(config, drafters, variant, port=None, owned=True)
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
+        with Status() as status, Watch(running.folder, running.start) as watch:
+            wait_until_ready(watch, status, running.name, config.engine.stuck_limit_s)
+            _tell_proof(status, watch)
+        try:
+            yield running.start.url
+        except EyasError as error:
+            if died := _death(running):
+                raise EyasError(f"{error}; {died}") from error
+            raise
+    finally:
+        _stop(running)
+
+
+def serve(config: Config, drafters: dict[str, str], variant: str | None, port: int | None, detach: bool, stop_on_interrupt: bool) -> None:
+    """Start a server that stays, and watch it until it ends or somebody interrupts.
+
+    Args:
+        config: engine and target sections decide.
+        drafters: name -> folder or hub id.
+        variant: as in ``serving``.
+        port: instead of engine.port; 0 takes a free one.
+        detach: return as soon as it is started.
+        stop_on_interrupt: Ctrl-C or SIGTERM ends the server; else it goes on.
+
+    Raises EyasError when it cannot be started, dies, or shows no sign of life for engine.stuck_limit_s; KeyboardInterrupt when it was
+    interrupted and stopped before it was ready. A lost terminal or ``kill -9`` detaches.
+    """
+    running = _begin(config, drafters, variant, port, owned=False)
+    start = running.start
+    if detach:
+        print(f"{running.name} begins on {start.url} (process {start.pid}); `eyas wait` watches it, `eyas stop` ends it")
+        return
+    ready = False
+    try:
+        with _as_interrupt(signal.SIGTERM), Status() as status, Watch(running.folder, start) as watch:
+            wait_until_ready(watch, status, running.name, config.engine.stuck_limit_s)
+            ready = True
+            status.close()
+            _tell_proof(status, watch)
+            print(f"serving {config.target.model} on {start.url} with {_served(config, drafters, start.variant)}", flush=True)
+            _stand_by(watch, status)
+    except KeyboardInterrupt:
+        if not stop_on_interrupt:
+            print(f"{running.name} goes on on {start.url}; `eyas wait` watches it, `eyas stop` ends it", file=sys.stderr)
+            return
+        print(f"{running.name} is being stopped", file=sys.stderr)
+        _stop(running)
+        if not ready:
+            raise KeyboardInterrupt("the server was stopped before it was ready") from None
+    except EyasError:
+        _stop(running)
+        raise
+
+
+def dry_run(config: Config, drafters: dict[str, str], variant: str | None, port: int | None) -> str:
+    """What ``serve`` would run: environment and command to paste into a shell."""
+    _, default, drafter = _names(config, drafters, variant)
+    port = config.engine.port if port is None else port
+    return launch(config, default, drafter, port or free_port(config.engine.host)).paste()
+
+
+def wait(config: Config, variant: str | None) -> str:
+    """Watch a server that was started earlier, by whomever, until it is ready; return its URL. An interrupt leaves it alone.
+
+    Raises EyasError when there is none, it dies, or shows no sign of life for engine.stuck_limit_s; the server is not ended then.
+    """
+    starts = recorded(config.folder("servers"))
+    alive = [name for name in starts if starts[name].alive()]
+    latest = max(starts, key=lambda name: starts[name].begun_at, default=None)
+    name = variant or (alive[0] if alive else latest)
+    if name is None or name not in starts:
+        raise EyasError(f"no server{f' {name}' if name else ''} of this run was ever started: `eyas serve` starts one")
+    folder, start = config.folder("servers") / name, starts[name]
+    with Status() as status, Watch(folder, start) as watch:
+        if name not in alive:
+            raise EyasError(watch.death() if read_end(folder) else f"server {name} is gone: `eyas serve` starts another")
+        wait_until_ready(watch, status, f"server {start.variant}", config.engine.stuck_limit_s)
+        _tell_proof(status, watch)
+    return start.url
+
+
+def stop(config: Config, variant: str | None) -> list[str]:
+    """End this run's servers, or that of one variant, and return when their processes are gone and their GPU memory is free.
+
+    Returns the names of those ended. Raises EyasError when something cannot be ended.
+    """
+    ended = []
+    for name, start in recorded(config.folder("servers")).items():
+        if variant in (None, name) and start.alive():
+            _stop(_Running(config.folder("servers") / name, start))
+            ended.append(name)
+    return ended
+
+
+def _begin(config: Config, drafters: dict[str, str], variant: str | None, port: int | None, owned: bool) -> _Running:
+    """Check what can be checked, then start a server under a keeper."""
+    name, default, drafter = _names(config, drafters, variant)
+    folder = config.folder("servers") / name
+    port = config.engine.port if port is None else port
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.parent / "lock", "another server of this run is being started at this moment")
+    try:
+        _require_alone(config)
+        if port:
+            require_free(config.engine.host, port)
+        prepared = launch(config, default, drafter, port or free_port(config.engine.host))
+        _require_files(config, prepared, drafter)
+        if config.engine.kind == "embedded":
+            _write_job(config, folder, drafters, default, prepared)
+        return _spawn(config, folder, default, prepared, owned)
+    finally:
+        lock.release()
+
+
+def _names(config: Config, drafters: dict[str, str], variant: str | None) -> tuple[str, str, str | None]:
+    """Folder name, variant, and the drafter that the engine is started with."""
+    if config.engine.kind == "embedded":
+        return EMBEDDED, variant or next(iter(drafters), BASELINE), None
+    if variant is None:
+        raise ValueError(f"{config.engine.kind} serves one variant: name it")
+    if variant != BASELINE and variant not in drafters:
+        raise EyasError(f"no drafter {variant!r} in this run; there are {', '.join([BASELINE, *drafters])}")
+    return variant, variant, drafters.get(variant)
+
+
+def _require_alone(config: Config) -> None:
+    """Two servers of a run would share GPUs and disturb each other's measurements."""
+    for name, start in recorded(config.folder("servers")).items():
+        if not start.alive():
+            continue
+        # The keeper ends a server with its owner; it may be about to, or may have been killed with it.
+        if start.owner is not None and not is_alive(start.owner, start.owner_began):
+            print(f"server {name} was left over by a process that was killed: it is stopped first", file=sys.stderr)
+            _stop(_Running(config.folder("servers") / name, start))
+            continue
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.begun_at))
+        advice = "`eyas wait` watches it, `eyas stop` ends it"
+        raise EyasError(f"server {name} of this run lives, since {since}, on {start.url} (process {start.pid}): {advice}")
+
+
+def _require_files(config: Config, prepared: Launch, drafter: str | None) -> None:
+    """What an engine would find out after minutes, or not at all: no such interpreter, no such folder, a shard that is missing."""
+    program = prepared.words()[0]
+    if shutil.which(program) is None:
+        key = "engine.container" if prepared.container else "engine.python"
+        raise EyasError(f"{key}: there is no program {program}")
+    if prepared.container or config.engine.kind == "embedded":
+        return  # a container sees other folders; the embedded server reads them at once, and says what it misses
+    model = Path(model_path(config)).expanduser()
+    if model.is_dir():
+        _require_whole(model, "target")
+    elif _is_path(str(model)):
+        raise EyasError(f"target.model: folder {model} does not exist")
+    if drafter is not None and not drafter.startswith("hub:"):
+        folder = Path(drafter)
+        if folder.is_dir():
+            _require_whole(folder, "drafter")
+            _require_positions(folder, config)
+        elif _is_path(drafter) or folder == config.folder("export"):
+            advice = ": run `eyas export` first" if folder == config.folder("export") else ""
+            raise EyasError(f"drafter folder {folder} does not exist{advice}")
+
+
+def _require_whole(folder: Path, what: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise EyasError(f"{what} folder {folder} has no config.json")
+    weight_files(folder)
+
+
+def _require_positions(folder: Path, config: Config) -> None:
+    """SGLang refuses a context beyond the drafter's positions, after the target is loaded."""
+    positions = read_object(folder / "config.json").get("max_position_embeddings")
+    if config.engine.kind == "sglang" and isinstance(positions, int) and positions < config.engine.context:
+        told = f"has max_position_embeddings {positions}, engine.context is {config.engine.context}"
+        raise EyasError(f"drafter {folder} {told}: `eyas export` raises the one, or lower the other")
+
+
+def _is_path(name: str) -> bool:
+    """Whether it can only be meant as a folder: a hub id has one slash and no leading dot or slash."""
+    return name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
+def _write_job(config: Config, folder: Path, drafters: dict[str, str], default: str, prepared: Launch) -> None:
+    engine = config.engine.model_dump(mode="json") | {"port": int(prepared.url.rpartition(":")[2])}
+    write_json(folder / JOB, {"config": config.model_dump(mode="json") | {"engine": engine}, "drafters": drafters, "default": default})
+
+
+def _spawn(config: Config, folder: Path, variant: str, prepared: Launch, owned: bool) -> _Running:
+    """Start the keeper and have it start the server; return when that is recorded."""
+    if not is_loopback(config.engine.host):
+        host = config.engine.host
+        print(f"engine.host {host}: other machines can reach this server, and it asks nobody for a password", file=sys.stderr)
+    mark = {MARK: secrets.token_hex(8)}
+    start = Start(
+        mark=mark[MARK],
+        variant=variant,
+        kind=prepared.kind,
+        model=config.target.model,
+        command=prepared.words(mark),
+        environment=prepared.environment,
+        proven=profile(config.engine.environment),
+        url=prepared.url,
+        contained=bool(prepared.container),
+        owner=os.getpid() if owned else None,
+        owner_began=began(os.getpid()),
+        oom_kills=oom_kills(),
+        begun_at=time.time(),
+    )
+    log = folder / "server.log"
+    try:
+        forget(folder)
         with log.open("wb") as output:
-            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            keeper = subprocess.Popen(
+                [sys.executable, "-m", "eval.keeper"],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | mark,
+                start_new_session=True,
+            )
     except OSError as error:
         raise EyasError(f"cannot start the server: {error.strerror or error}") from error
-
-
-def _wait(process: subprocess.Popen[bytes], ready: Path, host: str, log: Path) -> str:
-    start = said = time.monotonic()
-    while True:
-        if process.poll() is not None:
-            raise EyasError(f"the server died while loading (exit code {process.returncode}): {_last_line(log)}; its log is {log}")
-        if ready.exists():
-            url = f"http://{host}:{read_json(ready)['port']}"
-            if _answers(url):
-                return url
-        now = time.monotonic()
-        if now - start > LOAD_LIMIT_S:
-            raise EyasError(f"the server is alive but has not answered in {LOAD_LIMIT_S / 60:.0f} minutes; its log is {log}")
-        if now - said > PLAIN_EVERY_S:
-            said = now
-            print(f"server: loading, alive for {now - start:.0f} s", file=sys.stderr)
-        time.sleep(POLL_S)
-
-
-def _answers(url: str) -> bool:
     try:
-        with httpx.Client(trust_env=False, timeout=60) as client:
-            return client.get(f"{url}/health_generate").status_code == 200
-    except httpx.TransportError:
-        return False
+        return _Running(folder, _told(keeper, folder, start, owned), keeper)
+    except BaseException:  # an interrupt, too, must leave nothing behind
+        keeper.kill()
+        if begun := read_start(folder):
+            _stop(_Running(folder, begun, keeper))
+        raise
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the whole process group, politely first."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+def _told(keeper: "subprocess.Popen[bytes]", folder: Path, start: Start, owned: bool) -> Start:
+    """Give the keeper its order and wait until it has recorded the start."""
+    order = {"folder": str(folder), "start": asdict(start), "ends_with_owner": owned}
+    assert keeper.stdin is not None
+    try:
+        keeper.stdin.write(json.dumps(order).encode() + b"\n")
+        keeper.stdin.flush()
+    except BrokenPipeError:
+        pass  # it died at once; what it said is in the log
+    deadline = time.monotonic() + _SPAWN_S
+    while time.monotonic() < deadline:
+        if begun := read_start(folder):
+            return begun
+        if keeper.poll() is not None and not (folder / "start.json").exists():
+            end = read_end(folder)
+            raise EyasError(f"cannot start the server: {end.error if end else 'its keeper died'}; its log is {folder / 'server.log'}")
+        time.sleep(LOOK_S / 10)
+    raise EyasError(f"cannot start the server: its keeper has not answered for {_SPAWN_S:.0f} s; its log is {folder / 'server.log'}")
+
+
+def _stop(running: _Running) -> None:
+    """End every process of a server, its keeper last, and see its GPU memory free and its port given back."""
+    start, family = running.start, running.start.family()
+    if read_end(running.folder) is None:
+        note_stop(running.folder)
+    pids = {process.pid for process in family.living()}
+    family.end(_CONTAINER_STOP_S if start.contained else STOP_S)
+    _end_keeper(running)
+    gpu_memory.wait_until_free(pids)
+    if start.contained and (left := listeners(start.port)):
+        raise EyasError(
+            f"the command of engine.container has ended, but process {min(left)} still answers at {start.url}: stop the container"
+        )
+
+
+def _end_keeper(running: _Running) -> None:
+    """It ends by itself when the server has; it only has to write that down."""
+    start, deadline = running.start, time.monotonic() + _AFTER_S
+    if running.keeper is not None:
+        if running.keeper.stdin is not None:
+            running.keeper.stdin.close()
         try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(STOP_S)
+            running.keeper.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            continue
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
+            running.keeper.kill()
+            running.keeper.wait()
+    while is_alive(start.session, start.session_began):
+        if time.monotonic() > deadline:
+            os.kill(start.session, signal.SIGKILL)
+            return
+        time.sleep(LOOK_S / 10)
 
 
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it wrote nothing"
+def _death(running: _Running) -> str | None:
+    """How the server died, if it did: a client notices before the keeper has written it down."""
+    with Watch(running.folder, running.start) as watch:
+        watch.was_ready = True
+        deadline = time.monotonic() + _AFTER_S
+        while time.monotonic() < deadline:
+            if read_end(running.folder) is not None:
+                return watch.death()
+            time.sleep(LOOK_S / 10)
+    return None
+
+
+def _stand_by(watch: Watch, status: Status) -> None:
+    """Watch a ready server until it dies, which is an error."""
+    before = "ready"
+    while True:
+        sight = watch.look()
+        if sight.state == "dead":
+            for line in watch.last_lines():
+                status.print(f"  | {line}")
+            raise EyasError(sight.note)
+        if sight.state != before:
+            before = sight.state
+            status.print(sight.line())
+        time.sleep(1.0)
+
+
+def _tell_proof(status: Status, watch: Watch) -> None:
+    for line in watch.proof.lines() if watch.proof else ():
+        status.print(line)
+
+
+def _served(config: Config, drafters: dict[str, str], variant: str) -> str:
+    if config.engine.kind == "embedded":
+        return ", ".join(drafters) or "no drafter"
+    return "no drafter" if variant == BASELINE else f"{variant} ({drafters[variant]})"
+
+
+@contextmanager
+def _as_interrupt(number: signal.Signals) -> Iterator[None]:
+    """Within the block the signal is a KeyboardInterrupt."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)

@@ -158,6 +158,35 @@ class ChatRequest(Wire):
         )
 
 
+class TokenizeRequest(Wire):
+    """/tokenize: a text, or a chat with the generation prompt behind it."""
+
+    ignored = _IGNORED
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        if not self.add_generation_prompt:
+            raise ValueError("add_generation_prompt = false is not supported by the embedded server")
+        return self
+
+
+class DetokenizeRequest(Wire):
+    """/detokenize: token ids."""
+
+    ignored = _IGNORED
+
+    tokens: list[int]
+    skip_special_tokens: bool = True
+
+
 def meta_info(request_id: str, generation: Generation, draft_steps: int, latency_s: float) -> dict[str, Any]:
     """``meta_info`` of a finished reply. SGLang's rules: the last cycle counts untrimmed, the length divides all completion tokens."""
     tokens = len(generation.output_ids)

@@ -4,7 +4,6 @@ Reads only bench/, train/log.jsonl and manifests, so it can be written again any
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,17 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from eval import figures
-from eval.bench import STARTER, read_measurements
+from eval.arguments import ArgumentComparison, argument_text, compare_arguments
+from eval.bench import STARTER
 from eval.clients import BASELINE
+from eval.conditions import LegRow, leg_rows, read_conditions
+from eval.measurement import read_measurements
 from eval.statistics import Interval
 from eval.summary import Summary, Variant, summarise
 from eval.training import TrainingLog, read_training
 from eyas.config import Config
 from eyas.files import digest_file, write_json, write_text
 from eyas.manifest import NAME, Manifest, begin, finish, read_manifest
-
-_OWN_ARGUMENTS = {"eyas", "port", "host", "nccl_port", "random_seed", "launch_command", "pid", "start_time", "uptime"}
-"""Server arguments that mean nothing for a comparison; those of speculation itself differ by intent."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,12 @@ class Report:
     summary: Summary
     training: TrainingLog | None
     notes: list[str]
+    arguments: ArgumentComparison
+    legs: list[LegRow]
+    engine_figure: str
+    """What the engine calls its own acceptance length, and by which rule it counts."""
     conditions: dict[str, Any]
+    environment: dict[str, str]
 
 
 def write_report(config: Config) -> Path:
@@ -74,13 +78,18 @@ def make_report(config: Config, bench_folder: Path, measured: Manifest) -> Repor
     """All numbers and sentences, nothing written."""
     temperature = float(measured.config["eval"]["temperature"])
     summary = summarise(read_measurements(bench_folder), temperature, config.eval.bootstrap, config.seed)
-    conditions = _conditions(config, measured, summary)
+    recorded = read_conditions(bench_folder)
+    arguments = compare_arguments(measured.holds.get("servers", {}), measured.holds.get("equalised", {}))
     return Report(
         headline=headline(summary),
         summary=summary,
         training=read_training(config.folder("train")),
-        notes=_notes(summary, measured, temperature),
-        conditions=conditions,
+        notes=_notes(summary, measured, temperature, arguments),
+        arguments=arguments,
+        legs=leg_rows(recorded),
+        engine_figure=_engine_figure(measured),
+        conditions=_conditions(config, measured, summary),
+        environment=recorded[-1]["environment"] if recorded else {},
     )
 
 
@@ -92,7 +101,13 @@ def headline(summary: Summary) -> Headline:
     if main.speedup is None or main.speedup.value is None:
         return Headline("cannot be told", "The baseline was not measured: there is nothing to compare with.", _gain(summary, main), "")
     times = f"{main.speedup.value:.2f} times the baseline's end-to-end speed ({interval(main.speedup)})"
-    if summary.pays is None:
+    if summary.drift is not None and main.name in summary.drift.hides:
+        verdict, sentence = (
+            "cannot be told",
+            f"It cannot be told whether speculation pays: {times}, but the baseline by itself changed as much: after the drafters it was "
+            f"{number(summary.drift.change.value)} times as fast as before them.",
+        )
+    elif summary.pays is None:
         verdict, sentence = (
             "cannot be told",
             f"It cannot be told yet whether speculation pays: {times}, and 1 lies inside the interval or it has none.",
@@ -136,7 +151,7 @@ def _reason(main: Variant) -> str:
     return text
 
 
-def _notes(summary: Summary, measured: Manifest, temperature: float) -> list[str]:
+def _notes(summary: Summary, measured: Manifest, temperature: float, arguments: ArgumentComparison) -> list[str]:
     """What a careful reader must know before trusting the numbers."""
     notes = []
     if not measured.complete:
@@ -162,6 +177,7 @@ def _notes(summary: Summary, measured: Manifest, temperature: float) -> list[str
         )
     if temperature > 0:
         notes.append(f"Sampled at temperature {temperature:g}: replies differ between variants by chance and are not compared.")
+    notes += _drift_notes(summary, measured)
     for variant in summary.variants:
         if variant.differences is not None and variant.differences.differing:
             notes.append(
@@ -169,35 +185,59 @@ def _notes(summary: Summary, measured: Manifest, temperature: float) -> list[str
                 "baseline's. Rounding can do that (a forward over one position and one over several differ in the last bits), "
                 "and so can a fault of the engine."
             )
-    notes += [f"Servers differ in {difference}." for difference in argument_differences(measured.holds.get("servers", {}))]
+    notes += [f"Servers differ in {difference}." for difference in arguments.remaining]
     return notes
 
 
-def argument_differences(servers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Resolved server arguments that differ from the baseline's, apart from speculation itself: 'NAME: 48 (result), None (none)'."""
-    base = servers.get(BASELINE, {})
-    found = []
-    for name, info in servers.items():
-        for key in sorted({*base, *info} if base else set()):
-            if "speculative" not in key and key not in _OWN_ARGUMENTS and base.get(key) != info.get(key):
-                found.append(f"{key}: {info.get(key)} ({name}), {base.get(key)} (baseline)")
-    return found
+def _drift_notes(summary: Summary, measured: Manifest) -> list[str]:
+    """How far the baseline moved by itself, and whether that is as much as somebody claims."""
+    drift = summary.drift
+    if drift is None:
+        apart = len({variant.name for variant in summary.variants}) > 1 and not _switched(measured)
+        return ["The baseline was measured once: how far this machine drifts by itself is not known."] if apart else []
+    notes = [
+        f"The drift of the baseline is as large as the speed-up of {name}: nothing can be said of its speed here." for name in drift.hides
+    ]
+    if drift.differing:
+        notes.append(f"{drift.differing} of {drift.prompts} greedy replies of the baseline differ between before and after.")
+    return notes
+
+
+def _switched(measured: Manifest) -> bool:
+    """True when the variants took turns on one server."""
+    servers = measured.holds.get("servers", {})
+    return bool(servers) and all(isinstance(info.get("eyas"), dict) for info in servers.values())
+
+
+def _engine_figure(measured: Manifest) -> str:
+    if _switched(measured):
+        return "embedded engine: spec_accept_length"
+    return "vLLM: mean acceptance length" if measured.config["engine"]["kind"] == "vllm" else "SGLang: spec_accept_length"
 
 
 def _conditions(config: Config, measured: Manifest, summary: Summary) -> dict[str, Any]:
     evaluated, engine, machine = measured.config["eval"], measured.config["engine"], measured.holds.get("machine", {})
     main = summary.variant(summary.main)
     servers = measured.holds.get("servers", {})
-    foreign = any(not isinstance(info.get("eyas"), dict) for info in servers.values())
-    order = "one server after the other" if foreign else "every variant on each in an order that rotates"
+    kind, levels = engine["kind"], [level.concurrency for level in summary.levels]
+    foreign = measured.holds.get("foreign", kind == "embedded" and not _switched(measured))
+    order = "one server after the other"
+    if _switched(measured):
+        order = "every variant on each in an order that rotates"
+    elif summary.drift is not None:
+        order = "one server after the other, the baseline before and after the drafters"
+    flying = "one request at a time" if levels == [1] else f"{', '.join(map(str, levels))} requests in flight"
+    flushed = "before each request" if levels == [1] else "before each request, and before each level with several in flight"
+    release = ", ".join(sorted({str(info["version"]) for info in servers.values() if info.get("version")}))
     return {
         "target": measured.config["target"]["model"],
         "warm start": config.drafter.init,
-        "engine": "a server started by somebody else" if foreign else f"{engine['kind']}, {engine['dtype']}, one request at a time",
+        "engine": (f"a server started by somebody else, {flying}" if foreign else f"{kind}, {engine['dtype']}, {flying}"),
+        "version of the engine": release or None,
         "drafts a cycle": main.draft_steps if main else None,
         "temperature": evaluated["temperature"],
         "new tokens at most": evaluated["max_new_tokens"],
-        "prompts": f"{summary.prompts} held-out chat prompts, {order}, cache flushed before each request",
+        "prompts": f"{summary.prompts} held-out chat prompts, {order}, cache flushed {flushed}",
         "intervals": f"95 %, BCa bootstrap over prompts, {config.eval.bootstrap:,} resamples of ratios of sums, comparisons paired",
         "looping": measured.holds.get("loop_rule"),
         "machine of the client" if foreign else "machine": ", ".join(
@@ -205,8 +245,9 @@ def _conditions(config: Config, measured: Manifest, summary: Summary) -> dict[st
             for value in (machine.get("processor"), f"{machine.get('cores')} cores", machine.get("architecture"), machine.get("system"))
             if value
         ),
+        "flags": " ".join(f"{name}={value}" for name, value in engine.get("flags", {}).items()) or None,
+        "flags with speculation": " ".join(f"{name}={value}" for name, value in engine.get("draft_flags", {}).items()) or None,
         "threads": next((info["eyas"].get("threads") for info in servers.values() if isinstance(info.get("eyas"), dict)), None),
-        "OMP_NUM_THREADS": machine.get("omp_num_threads"),
         "versions": ", ".join(f"{name} {value}" for name, value in measured.versions.items()),
         "seed": measured.config["seed"],
     }
@@ -224,6 +265,7 @@ def render(report: Report, template: str) -> str:
         finalize=None if template.endswith(".html.j2") else lambda value: str(value).replace("|", r"\|"),
     )
     environment.filters |= {"number": number, "interval": interval, "measured": measured_text, "percent": percent, "label": figures.label}
+    environment.filters["value"] = argument_text
     environment.filters["shade"] = lambda name: figures.VARIABLES[figures.colour(name, report.summary)]
     return environment.get_template(template).render(
         report=report,
@@ -231,6 +273,7 @@ def render(report: Report, template: str) -> str:
         main=report.summary.variant(report.summary.main),
         starter=report.summary.variant(STARTER),
         drafters=[variant for variant in report.summary.variants if variant.name != BASELINE],
+        gpus=any(leg.gpus for leg in report.legs),
         figures=_figures(report) if template.endswith(".html.j2") else {},
     )
 
@@ -238,8 +281,11 @@ def render(report: Report, template: str) -> str:
 def _figures(report: Report) -> dict[str, str]:
     summary, training = report.summary, report.training
     main = summary.variant(summary.main)
-    drawn = {"speed": figures.speed_figure(summary), "time": figures.time_figure(summary)}
+    drawn = {"speed": figures.speed_figure(summary), "time": figures.time_figure(summary), "levels": figures.levels_figure(summary)}
+    drawn["level_speedups"] = figures.level_speedups_figure(summary)
     if main is not None:
+        drawn["categories"] = figures.categories_figure(summary)
+        drawn["contexts"] = figures.contexts_figure(summary)
         drawn["prediction"] = figures.prediction_figure(summary, main)
         drawn["break_even"] = figures.break_even_figure(summary, main)
         drawn["unconditional"] = figures.acceptance_figure(summary, training, "unconditional")

@@ -1,9 +1,9 @@
 """The embedded server: the engine behind SGLang's HTTP interface, on loopback, speculation switchable per request.
 
-    eyas serve -c CONFIG             until Ctrl-C
-    python -m eval.server JOB        the child process of eval.launcher
+    python -m eval.server JOB        what eval.launcher starts, for `eyas serve` and for a measurement
 
-Routes: /health, /health_generate, /v1/models, /v1/chat/completions, /generate, /flush_cache, /server_info, /model_info.
+Routes: /health, /health_generate, /v1/models, /v1/chat/completions, /generate, /tokenize, /detokenize, /flush_cache, /server_info,
+/model_info.
 One request decodes at a time, others wait; a client that hangs up stops its request. There is no authentication.
 """
 
@@ -16,10 +16,10 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,13 +38,13 @@ from eval import protocol
 from eval.clients import BASELINE
 from eval.engine import Engine, Generation
 from eval.jobs import Ask, Cancelled, DecodingThread, Job
-from eval.protocol import ChatRequest, GenerateRequest, SamplingParams, Wire
+from eval.protocol import ChatRequest, DetokenizeRequest, GenerateRequest, Message, SamplingParams, TokenizeRequest, Wire
 from eval.text_stream import TextStream
 from eyas import __version__
 from eyas.config import Config
 from eyas.conventions import family_of
 from eyas.errors import EyasError
-from eyas.files import read_json, write_json
+from eyas.files import read_json
 from eyas.folder import DrafterFolder, read_drafter
 from eyas.target import Target, open_target, pick_device
 
@@ -84,12 +84,21 @@ def load(config: Config, drafters: dict[str, str], default: str | None = None) -
         raise EyasError(f"a drafter cannot be called {BASELINE!r}: that name switches speculation off")
     if default not in {BASELINE, *drafters}:
         raise EyasError(f"the default drafter {default!r} is not among {', '.join(drafters) or 'the drafters (there are none)'}")
+    _say("loading the target")
     target = open_target(config.target)
     device, dtype = pick_device(config.target.device), getattr(torch, config.engine.dtype)
     family = family_of(target.shape.model_type)
-    folders = {name: _as_captured(read_drafter(path, dtype, family), config) for name, path in drafters.items()}
+    folders = {}
+    for number, (name, path) in enumerate(drafters.items(), 1):
+        _say(f"loading drafter {name} ({number} of {len(drafters)})")
+        folders[name] = _as_captured(read_drafter(path, dtype, family), config)
     engine = Engine(target, folders, dtype, config.engine.context, config.engine.draft_steps, device, config.engine.sampling)
     return Served(engine, target.tokenizer(), target.name, default, _server_info(config, target, drafters, default, engine, device))
+
+
+def _say(text: str) -> None:
+    """A line of the log, with its time, as SGLang writes them."""
+    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
 def _as_captured(folder: DrafterFolder, config: Config) -> DrafterFolder:
@@ -145,6 +154,7 @@ def create_app(served: Served) -> FastAPI:
     _add_error_handlers(app)
     _add_management(app, served, line)
     _add_generation(app, served, line)
+    _add_tokenizer(app, served)
     return app
 
 
@@ -224,7 +234,7 @@ def _add_generation(app: FastAPI, served: Served, line: DecodingThread) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         asked = await _read(request, ChatRequest)
-        prompt_ids = _render(served, asked)
+        prompt_ids = _render(served, asked.messages, asked.chat_template_kwargs)
         job = line.submit(_ask(served, prompt_ids, asked.sampling, asked.speculative), streamed=asked.stream)
         if asked.stream:
             return EventStream(job, _chat_events(served, job, asked))
@@ -232,6 +242,22 @@ def _add_generation(app: FastAPI, served: Served, line: DecodingThread) -> None:
         text, steps = _text(served, generation, asked.sampling), served.engine.draft_steps
         info = protocol.meta_info(job.id, generation, steps, job.latency_s)
         return JSONResponse(protocol.chat_answer(asked, job.id, served.model_name, text, generation, info, steps))
+
+
+def _add_tokenizer(app: FastAPI, served: Served) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        asked = await _read(request, TokenizeRequest)
+        if asked.messages is not None:
+            ids = _render(served, asked.messages, asked.chat_template_kwargs)
+        else:
+            ids = _encode(served, asked.prompt or "", asked.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": served.engine.context}
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        asked = await _read(request, DetokenizeRequest)
+        return {"text": _decode(served, asked.tokens, asked.skip_special_tokens)}
 
 
 class EventStream(StreamingResponse):
@@ -335,16 +361,15 @@ def _ask(served: Served, prompt_ids: list[int], sampling: SamplingParams, specul
     return ask
 
 
-def _encode(served: Served, text: str) -> list[int]:
+def _encode(served: Served, text: str, special_tokens: bool = True) -> list[int]:
     try:
-        return list(served.tokenizer(text)["input_ids"])
+        return list(served.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
     except (TypeError, UnicodeError) as error:  # lone surrogates
         raise Refused(f"text cannot be tokenised: {error}", "text") from None
 
 
-def _render(served: Served, asked: ChatRequest) -> list[int]:
-    messages = [message.plain() for message in asked.messages]
-    options = asked.chat_template_kwargs
+def _render(served: Served, asked: list[Message], options: dict[str, Any]) -> list[int]:
+    messages = [message.plain() for message in asked]
     if reserved := {"conversation", "tokenize", "add_generation_prompt", "return_dict", "chat_template"} & set(options):
         raise Refused(f"chat_template_kwargs: {min(reserved)} cannot be set", "chat_template_kwargs")
     try:
@@ -356,8 +381,11 @@ def _render(served: Served, asked: ChatRequest) -> list[int]:
 
 def _text(served: Served, generation: Generation, sampling: SamplingParams) -> str:
     ids = generation.output_ids[:-1] if generation.finish_reason == "stop" else generation.output_ids
-    decoded = served.tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens, clean_up_tokenization_spaces=False)
-    return str(decoded)
+    return _decode(served, ids, sampling.skip_special_tokens)
+
+
+def _decode(served: Served, ids: list[int], skip_special_tokens: bool) -> str:
+    return str(served.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
 
 
 async def _whole(request: Request, job: Job) -> Generation:
@@ -377,7 +405,6 @@ def run_server(
     drafters: dict[str, str],
     default: str | None = None,
     port: int | None = None,
-    ready_file: Path | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
@@ -386,20 +413,14 @@ def run_server(
         drafters: name -> folder or hub id.
         default: drafter of requests that name none, "none" for the baseline; by default the first drafter.
         port: overrides engine.port; 0 takes a free one.
-        ready_file: gets {"port"} as JSON once everything is loaded.
 
     Raises EyasError when the port is taken or something cannot be loaded.
     """
     with _bind(config.engine.host, config.engine.port if port is None else port) as listener:
-        if not _is_loopback(config.engine.host):
-            print(f"engine.host {config.engine.host}: other machines can reach this server, and it asks nobody for a password", flush=True)
         app = create_app(load(config, drafters, default))
         bound = listener.getsockname()[1]
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
-        if ready_file is not None:
-            write_json(ready_file, {"port": bound})
-        names = ", ".join(drafters) or "no drafter"
-        print(f"serving {config.target.model} on http://{config.engine.host}:{bound} with {names}", flush=True)
+        _say(f"serving {config.target.model} on http://{config.engine.host}:{bound} with {', '.join(drafters) or 'no drafter'}")
         server.run(sockets=[listener])
 
 
@@ -420,13 +441,6 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _end_with_parent() -> None:
     """Terminate when stdin closes: the parent holds its other end, so a parent that was killed leaves no server behind."""
 
@@ -440,11 +454,11 @@ def _end_with_parent() -> None:
 
 
 def main(job: Path) -> int:
-    """The child of ``eval.launcher.serving``: serve what the job file says until stdin closes; 1 after an error, said in one line."""
+    """What ``eval.launcher`` starts: serve what the job file says until stdin closes; 1 after an error, said in one line."""
     _end_with_parent()
     asked = read_json(job)
     try:
-        run_server(Config.model_validate(asked["config"]), asked["drafters"], ready_file=Path(asked["ready_file"]))
+        run_server(Config.model_validate(asked["config"]), asked["drafters"], asked["default"])
     except EyasError as error:
         print(error, file=sys.stderr)
         return 1

@@ -5,22 +5,39 @@ Three acceptance lengths that must not be mixed:
 ``cross_engine_length``  1 + correct drafts / verify steps, for comparing engines with each other;
 ``engine_length``        what the engine itself reports (SGLang: all completion tokens / verify steps), weighted by verify steps.
 
-Only prompts measured under every variant count, so that all variants are compared on the same text.
+Only prompts measured under every variant count, so that all variants are compared on the same text. A baseline that was measured before
+and after the drafters counts with the mean of the two, prompt by prompt; what lies between the two is the drift.
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eval.bench import RESULT, STARTER, Measurement, first_difference
+from eval.bench import RESULT, STARTER
 from eval.clients import BASELINE
+from eval.concurrency import shares
+from eval.contexts import Contexts, by_context
 from eval.economics import CycleCost, Prediction, best, predict
+from eval.measurement import AFTER, BEFORE, Measurement, first_difference
 from eval.statistics import Interval, bootstrap, paired_difference, paired_quotient, quotient, ratio
 from eyas.acceptance import context_bucket
 from eyas.errors import EyasError
 
 PREDICTED_STEPS = tuple(range(1, 9))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A measurement with the seconds of the server's time that it took (``eval.concurrency.shares``)."""
+
+    measured: Measurement
+    share_s: float
+
+
+Rows = Sequence[Sequence[Timed]]
+"""One entry a prompt, in one order for all variants: its measurements, one a leg."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,22 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Drift:
+    """The baseline after the drafters beside the baseline before them, on the same prompts."""
+
+    prompts: int
+    before: Interval
+    after: Interval
+    """Tokens a second, end to end."""
+    change: Interval
+    """After over before, paired by prompt: 1 is no drift."""
+    differing: int | None
+    """Greedy replies that differ between the two: how far this engine agrees with itself. None for sampled ones."""
+    hides: list[str]
+    """Drafters whose speed-up is not larger than the drift: nothing can be said of them."""
+
+
+@dataclass(frozen=True)
 class Variant:
     """Everything measured about one variant. Speculation's numbers are None for the baseline."""
 
@@ -57,6 +90,9 @@ class Variant:
     requests: int
     completion_tokens: int
     tokens_per_second: Interval
+    """All requests in flight together, end to end."""
+    request_tokens_per_second: Interval
+    """What one of them sees; the same with one in flight."""
     decode_tokens_per_second: Interval
     first_token_ms: Interval
     speedup: Interval | None
@@ -93,9 +129,20 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """All numbers of a bench folder."""
+class Level:
+    """All variants with so many requests in flight."""
 
+    concurrency: int
+    prompts: int
+    variants: list[Variant]
+    drift: Drift | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All numbers of a bench folder. Those beside ``levels`` are of the lowest level of concurrency."""
+
+    concurrency: int
     prompts: int
     incomplete: int
     """Prompts left out because some variant was not measured on them."""
@@ -109,8 +156,13 @@ class Summary:
     """End-to-end speed-up of ``main`` above 1 (its interval excludes 1), below, or None: cannot be told."""
     gain: Interval | None
     """Acceptance length of ``main`` minus the warm start's, paired by prompt."""
+    drift: Drift | None
+    """None where the baseline was measured once, or every prompt had all variants side by side."""
+    levels: list[Level]
+    """By level of concurrency, lowest first."""
     categories: list[Group]
-    contexts: list[Group]
+    prompt_lengths: list[Group]
+    contexts: Contexts
     cost: CycleCost | None
     predictions: list[Prediction]
     best_steps: int | None
@@ -122,19 +174,23 @@ class Summary:
 
 def summarise(measurements: Sequence[Measurement], temperature: float, resamples: int, seed: int) -> Summary:
     """All numbers of a set of measurements. Raises EyasError when no prompt was measured under every variant."""
-    table, incomplete = _complete(measurements)
-    return _Summariser(table, incomplete, temperature, resamples, seed).summary()
-
-
-def _complete(measurements: Sequence[Measurement]) -> tuple[dict[str, list[Measurement]], int]:
-    """Variant -> measurements of the prompts that all variants have, in one order; and how many prompts were left out."""
-    by_variant: dict[str, dict[str, Measurement]] = defaultdict(dict)
-    for measured in measurements:
-        by_variant[measured.variant][measured.key] = measured
-    if not by_variant:
+    if not measurements:
         raise EyasError("there are no measurements: run `eyas bench` first")
-    common = sorted(set.intersection(*(set(rows) for rows in by_variant.values())))
-    everything = {measured.key for measured in measurements}
+    levels: dict[int, list[Timed]] = defaultdict(list)
+    for measured, share_s in zip(measurements, shares(measurements), strict=True):
+        levels[measured.concurrency].append(Timed(measured, share_s))
+    tables = {level: _Summariser(levels[level], temperature, resamples, seed) for level in sorted(levels)}
+    lowest, first = next(iter(tables.items()))
+    return first.summary(lowest, [table.level(level) for level, table in tables.items()])
+
+
+def _complete(rows: Sequence[Timed]) -> tuple[dict[str, list[list[Timed]]], int]:
+    """Variant -> measurements of the prompts that all variants have, in one order; and how many prompts were left out."""
+    by_variant: dict[str, dict[str, list[Timed]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        by_variant[row.measured.variant][row.measured.key].append(row)
+    common = sorted(set.intersection(*(set(found) for found in by_variant.values())))
+    everything = {row.measured.key for row in rows}
     if not common:
         raise EyasError(f"no prompt was measured under all of {', '.join(sorted(by_variant))}: run `eyas bench` to its end")
     order = sorted(by_variant, key=_display_order)
@@ -147,34 +203,45 @@ def _display_order(name: str) -> tuple[int, str]:
 
 
 class _Summariser:
-    """Holds what every number needs: the paired table, the resamples, the seed."""
+    """One level of concurrency. Holds what every number needs: the paired table, the resamples, the seed."""
 
-    def __init__(self, table: dict[str, list[Measurement]], incomplete: int, temperature: float, resamples: int, seed: int) -> None:
-        self.table, self.incomplete, self.greedy = table, incomplete, temperature == 0
+    def __init__(self, rows: Sequence[Timed], temperature: float, resamples: int, seed: int) -> None:
+        self.table, self.incomplete = _complete(rows)
+        self.greedy = temperature == 0
         self.resamples, self.seed = resamples, seed
-        self.keys = [measured.key for measured in next(iter(table.values()))]
-        self.looping = {measured.key for rows in table.values() for measured in rows if measured.looping}
+        self.prompts = len(next(iter(self.table.values())))
+        self.looping = {row.measured.key for row in rows if row.measured.looping}
 
-    def summary(self) -> Summary:
+    def level(self, concurrency: int) -> Level:
+        """The variants at this level."""
         variants = [self.variant(name) for name in self.table]
+        return Level(concurrency, self.prompts, variants, self.drift(variants))
+
+    def summary(self, concurrency: int, levels: list[Level]) -> Summary:
+        """Everything that is told of one level alone, beside all levels."""
+        variants, drift = levels[0].variants, levels[0].drift
         drafters = [name for name in self.table if name != BASELINE]
         main = RESULT if RESULT in drafters else (drafters[0] if drafters else None)
         main_variant = next((variant for variant in variants if variant.name == main), None)
         cost = self.cost(main_variant)
         rates = known_rates(main_variant.conditional) if main_variant else []
         predictions = predict(cost, rates, PREDICTED_STEPS) if cost and rates else []
-        rows = [measured for rows in self.table.values() for measured in rows]
+        singles = {name: [legs[0].measured for legs in self.table[name]] for name in drafters}
         return Summary(
-            prompts=len(self.keys),
+            concurrency=concurrency,
+            prompts=self.prompts,
             incomplete=self.incomplete,
-            looping_prompts=len(self.looping),
-            cached_tokens=sum(measured.cached_tokens for measured in rows),
+            looping_prompts=len(self.looping & {legs[0].measured.key for legs in next(iter(self.table.values()))}),
+            cached_tokens=sum(measured.cached_tokens for rows in self.table.values() for measured in _all(rows)),
             variants=variants,
             main=main,
-            pays=_pays(main_variant),
+            pays=_pays(main_variant, drift),
             gain=self.gain(main),
+            drift=drift,
+            levels=levels,
             categories=self.groups(lambda measured: measured.category, drafters),
-            contexts=self.groups(lambda measured: context_bucket(measured.prompt_tokens), drafters),
+            prompt_lengths=self.groups(lambda measured: context_bucket(measured.prompt_tokens), drafters),
+            contexts=by_context(singles, self.resamples, self.seed),
             cost=cost,
             predictions=predictions,
             best_steps=best(predictions).steps if predictions else None,
@@ -184,56 +251,65 @@ class _Summariser:
         rows = self.table[name]
         speculating = name != BASELINE
         base = self.table.get(BASELINE)
-        tokens, seconds = _column(rows, "completion_tokens"), _column(rows, "total_s")
+        tokens, alone = _column(rows, "completion_tokens"), _column(rows, "total_s")
         decoded, decode_s = _column(rows, "decode_tokens"), _column(rows, "decode_s")
         draft_steps = _draft_steps(rows) if speculating else None
         histogram = _histogram(rows, draft_steps or 0)
-        steps = sum(measured.verify_ct or 0 for measured in rows)
-        calm = [measured for measured in rows if measured.key not in self.looping]
+        calm = [legs for legs in rows if legs[0].measured.key not in self.looping]
+        verified = _column(rows, "verify_ct")
         return Variant(
             name=name,
-            requests=len(rows),
-            completion_tokens=sum(measured.completion_tokens for measured in rows),
-            tokens_per_second=self.ratio(tokens, seconds),
+            requests=len(_all(rows)),
+            completion_tokens=sum(measured.completion_tokens for measured in _all(rows)),
+            tokens_per_second=self.ratio(tokens, _shares(rows)),
+            request_tokens_per_second=self.ratio(tokens, alone),
             decode_tokens_per_second=self.ratio(decoded, decode_s),
-            first_token_ms=self.ratio([1000 * measured.first_token_s for measured in rows], [1.0] * len(rows)),
-            speedup=self.speedup(rows, base, "completion_tokens", "total_s") if speculating else None,
-            decode_speedup=self.speedup(rows, base, "decode_tokens", "decode_s") if speculating else None,
-            verify_steps=steps,
+            first_token_ms=self.ratio([1000 * second for second in _column(rows, "first_token_s")], [1.0] * len(rows)),
+            speedup=self.speedup(rows, base) if speculating else None,
+            decode_speedup=self.decode_speedup(rows, base) if speculating else None,
+            verify_steps=sum(measured.verify_ct or 0 for measured in _all(rows)),
             draft_steps=draft_steps,
             length=self.length(rows) if speculating else None,
-            cross_engine_length=self.ratio([_verified(m) + (m.correct or 0) for m in rows], [_verified(m) for m in rows])
+            cross_engine_length=self.ratio([v + c for v, c in zip(verified, _column(rows, "correct"), strict=True)], verified)
             if speculating
             else None,
             engine_length=_engine_length(rows) if speculating else None,
             low_repetition_length=self.length(calm) if speculating else None,
-            cycle_ms=self.ratio([1000 * second for second in decode_s], [_verified(m) for m in rows]) if speculating else None,
+            cycle_ms=self.ratio([1000 * second for second in decode_s], verified) if speculating else None,
             break_even=self.break_even(rows, base) if speculating else None,
             histogram=histogram,
             unconditional=_unconditional(histogram),
             conditional=_conditional(histogram),
             parts=_parts(rows) if speculating else None,
-            looping=sum(measured.looping for measured in rows),
+            looping=sum(measured.looping for measured in _all(rows)),
             differences=_differences(rows, base) if speculating and base and self.greedy else None,
         )
 
     def ratio(self, numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
         return ratio(numerator, denominator, self.resamples, self.seed)
 
-    def length(self, rows: Sequence[Measurement]) -> Interval:
-        return self.ratio(_column(rows, "emitted"), [_verified(measured) for measured in rows])
+    def length(self, rows: Rows) -> Interval:
+        return self.ratio(_column(rows, "emitted"), _column(rows, "verify_ct"))
 
-    def speedup(self, rows: Sequence[Measurement], base: Sequence[Measurement] | None, tokens: str, seconds: str) -> Interval | None:
+    def speedup(self, rows: Rows, base: Rows | None) -> Interval | None:
+        """Tokens a second end to end, over the baseline's."""
         if base is None:
             return None
-        columns = (_column(rows, tokens), _column(rows, seconds), _column(base, tokens), _column(base, seconds))
+        columns = (_column(rows, "completion_tokens"), _shares(rows), _column(base, "completion_tokens"), _shares(base))
         return paired_quotient(*columns, self.resamples, self.seed)
 
-    def break_even(self, rows: Sequence[Measurement], base: Sequence[Measurement] | None) -> Interval | None:
+    def decode_speedup(self, rows: Rows, base: Rows | None) -> Interval | None:
+        """The same without the time to the first token."""
+        if base is None:
+            return None
+        columns = (_column(rows, "decode_tokens"), _column(rows, "decode_s"), _column(base, "decode_tokens"), _column(base, "decode_s"))
+        return paired_quotient(*columns, self.resamples, self.seed)
+
+    def break_even(self, rows: Rows, base: Rows | None) -> Interval | None:
         """Cycle time x baseline decoding rate, both resampled together."""
         if base is None:
             return None
-        columns = (_column(rows, "decode_s"), [_verified(m) for m in rows], _column(base, "decode_tokens"), _column(base, "decode_s"))
+        columns = (_column(rows, "decode_s"), _column(rows, "verify_ct"), _column(base, "decode_tokens"), _column(base, "decode_s"))
         return bootstrap(
             columns,
             lambda sums: quotient(sums[..., 0], sums[..., 1]) * quotient(sums[..., 2], sums[..., 3]),
@@ -241,18 +317,38 @@ class _Summariser:
             self.seed,
         )
 
+    def drift(self, variants: Sequence[Variant]) -> Drift | None:
+        """The baseline after the drafters over the baseline before them; None when it was not measured twice."""
+        by_leg = [{row.measured.leg: row for row in legs} for legs in self.table.get(BASELINE, [])]
+        both = [(legs[BEFORE], legs[AFTER]) for legs in by_leg if {BEFORE, AFTER} <= set(legs)]
+        if not both:
+            return None
+        (before_tokens, before_s), (after_tokens, after_s) = (
+            ([float(pair[side].measured.completion_tokens) for pair in both], [pair[side].share_s for pair in both]) for side in (0, 1)
+        )
+        change = paired_quotient(after_tokens, after_s, before_tokens, before_s, self.resamples, self.seed)
+        differing = sum(before.measured.output_ids != after.measured.output_ids for before, after in both)
+        return Drift(
+            prompts=len(both),
+            before=self.ratio(before_tokens, before_s),
+            after=self.ratio(after_tokens, after_s),
+            change=change,
+            differing=differing if self.greedy else None,
+            hides=[variant.name for variant in variants if _is_hidden(variant.speedup, change)],
+        )
+
     def gain(self, main: str | None) -> Interval | None:
         if main is None or main == STARTER or STARTER not in self.table:
             return None
         ours, theirs = self.table[main], self.table[STARTER]
-        columns = (_column(ours, "emitted"), [_verified(m) for m in ours], _column(theirs, "emitted"), [_verified(m) for m in theirs])
+        columns = (_column(ours, "emitted"), _column(ours, "verify_ct"), _column(theirs, "emitted"), _column(theirs, "verify_ct"))
         return paired_difference(*columns, self.resamples, self.seed)
 
     def groups(self, name_of: Callable[[Measurement], str], drafters: Sequence[str]) -> list[Group]:
         """By category or context length of the prompt; both are the same for every variant of a prompt."""
         members: dict[str, list[int]] = defaultdict(list)
-        for place, measured in enumerate(next(iter(self.table.values()))):
-            members[name_of(measured)].append(place)
+        for place, legs in enumerate(next(iter(self.table.values()))):
+            members[name_of(legs[0].measured)].append(place)
         base = self.table.get(BASELINE)
         groups = []
         for name, places in sorted(members.items(), key=lambda item: _group_order(item[0])):
@@ -260,7 +356,7 @@ class _Summariser:
             for drafter in drafters:
                 rows = [self.table[drafter][place] for place in places]
                 lengths[drafter] = self.length(rows)
-                speedup = self.speedup(rows, [base[place] for place in places] if base else None, "completion_tokens", "total_s")
+                speedup = self.speedup(rows, [base[place] for place in places] if base else None)
                 if speedup is not None:
                     speedups[drafter] = speedup
             groups.append(Group(name, len(places), lengths, speedups))
@@ -295,25 +391,39 @@ def _group_order(name: str) -> tuple[int, str]:
     return (int(digits) if digits.isdigit() else 0, name)
 
 
-def _column(rows: Sequence[Measurement], name: str) -> list[float]:
-    return [float(getattr(measured, name)) for measured in rows]
+def _all(rows: Rows) -> list[Measurement]:
+    return [row.measured for legs in rows for row in legs]
 
 
-def _verified(measured: Measurement) -> float:
-    return float(measured.verify_ct or 0)
+def _column(rows: Rows, name: str) -> list[float]:
+    """One value a prompt, the mean over its legs; what an engine did not count is 0."""
+    return [sum(float(getattr(row.measured, name) or 0) for row in legs) / len(legs) for legs in rows]
 
 
-def _pays(main: Variant | None) -> bool | None:
+def _shares(rows: Rows) -> list[float]:
+    return [sum(row.share_s for row in legs) / len(legs) for legs in rows]
+
+
+def _pays(main: Variant | None, drift: Drift | None) -> bool | None:
     if main is None or main.speedup is None or main.speedup.value is None or not main.speedup.excludes(1.0):
+        return None
+    if drift is not None and main.name in drift.hides:
         return None
     return main.speedup.value > 1
 
 
-def _histogram(rows: Sequence[Measurement], draft_steps: int) -> list[int]:
+def _is_hidden(speedup: Interval | None, change: Interval) -> bool:
+    """True when the machine moved by itself as far as the speed-up claims to have moved it."""
+    if speedup is None or not speedup.value or not change.value:
+        return False
+    return abs(math.log(change.value)) >= abs(math.log(speedup.value))
+
+
+def _histogram(rows: Rows, draft_steps: int) -> list[int]:
     """Summed over requests. Engines leave out the entries behind the last one that occurred: they are 0. Empty where no engine gave any."""
-    longest = max((len(measured.histogram) for measured in rows), default=0)
+    longest = max((len(measured.histogram) for measured in _all(rows)), default=0)
     total = [0] * max(longest, draft_steps + 1 if longest else 0)
-    for measured in rows:
+    for measured in _all(rows):
         for accepted, cycles in enumerate(measured.histogram):
             total[accepted] += cycles
     return total
@@ -339,40 +449,42 @@ def known_rates(rates: Sequence[float | None]) -> list[float]:
     return known
 
 
-def _draft_steps(rows: Sequence[Measurement]) -> int | None:
+def _draft_steps(rows: Rows) -> int | None:
     """Drafts a cycle: from what was proposed, else the longest histogram (its last entry may be missing where it never happened)."""
-    proposed = sum(measured.proposed or 0 for measured in rows if measured.proposed is not None)
-    cycles = sum(measured.verify_ct or 0 for measured in rows if measured.proposed is not None)
+    known = [measured for measured in _all(rows) if measured.proposed is not None]
+    cycles = sum(measured.verify_ct or 0 for measured in known)
     if cycles:
-        return round(proposed / cycles)
-    return max((len(measured.histogram) - 1 for measured in rows if measured.histogram), default=None)
+        return round(sum(measured.proposed or 0 for measured in known) / cycles)
+    return max((len(measured.histogram) - 1 for measured in _all(rows) if measured.histogram), default=None)
 
 
-def _engine_length(rows: Sequence[Measurement]) -> float | None:
-    known = [measured for measured in rows if measured.engine_length is not None and measured.verify_ct]
-    cycles = sum(_verified(measured) for measured in known)
-    return sum((measured.engine_length or 0.0) * _verified(measured) for measured in known) / cycles if cycles else None
+def _engine_length(rows: Rows) -> float | None:
+    known = [measured for measured in _all(rows) if measured.engine_length is not None and measured.verify_ct]
+    cycles = sum(measured.verify_ct or 0 for measured in known)
+    return sum((measured.engine_length or 0.0) * (measured.verify_ct or 0) for measured in known) / cycles if cycles else None
 
 
-def _differences(rows: Sequence[Measurement], base: Sequence[Measurement]) -> Differences:
+def _differences(rows: Rows, base: Rows) -> Differences:
+    """Against the baseline's first leg."""
     first = {}
-    for measured, baseline in zip(rows, base, strict=True):
-        index = first_difference(measured.output_ids, baseline.output_ids)
+    for legs, baseline in zip(rows, base, strict=True):
+        index = first_difference(legs[0].measured.output_ids, baseline[0].measured.output_ids)
         if index is not None:
-            first[measured.key] = index
+            first[legs[0].measured.key] = index
     return Differences(len(rows), len(first), first)
 
 
-def _part(rows: Sequence[Measurement], name: str) -> tuple[float, int]:
+def _part(rows: Rows, name: str) -> tuple[float, int]:
     """Seconds and count of a part over all requests, as the embedded engine gives them."""
-    seconds = sum(float(measured.parts.get("seconds", {}).get(name, 0.0)) for measured in rows)
-    return seconds, sum(int(measured.parts.get("counts", {}).get(name, 0)) for measured in rows)
+    parts = [measured.parts for measured in _all(rows)]
+    seconds = sum(float(part.get("seconds", {}).get(name, 0.0)) for part in parts)
+    return seconds, sum(int(part.get("counts", {}).get(name, 0)) for part in parts)
 
 
-def _parts(rows: Sequence[Measurement]) -> Parts | None:
-    cycles = sum(measured.verify_ct or 0 for measured in rows)
+def _parts(rows: Rows) -> Parts | None:
+    cycles = sum(measured.verify_ct or 0 for measured in _all(rows))
     if not cycles or not _part(rows, "verify")[1]:
         return None
-    cycle_ms = 1000 * sum(_column(rows, "decode_s")) / cycles
+    cycle_ms = 1000 * sum(measured.decode_s for measured in _all(rows)) / cycles
     verify, extend, draft, prompt = (1000 * _part(rows, name)[0] / cycles for name in ("verify", "extend", "draft", "prefill_draft"))
     return Parts(cycle_ms, verify, extend, draft, prompt, cycle_ms - verify - extend - draft - prompt)

@@ -141,6 +141,10 @@ class EngineConfig(Section):
         default_factory=list,
         description="command that runs the engine in a container, put before 'python3 -m ...', e.g. [docker, run, ..., IMAGE]",
     )
+    version: str | None = Field(
+        None,
+        description="sglang, vllm: version that is to serve, e.g. 0.5.12; exports write layer ids as it reads them. None: the newest known",
+    )
     environment: Path | None = Field(None, description="YAML file of environment variables for the server, proven in every worker")
     flags: Flags = Field(default_factory=dict, description="more flags of the engine, without dashes: {tp: 8}; true is a bare flag")
     draft_flags: Flags = Field(
@@ -164,8 +168,8 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "EngineConfig":
-        if self.kind == "embedded" and (self.python or self.container or self.flags or self.draft_flags):
-            raise ValueError("python, container, flags and draft_flags are for sglang and vllm; the embedded engine runs in eyas itself")
+        if self.kind == "embedded" and (self.python or self.container or self.version or self.flags or self.draft_flags):
+            raise ValueError("python, container, version, flags and draft_flags are for sglang and vllm; the embedded engine runs in eyas itself")
         if self.python and self.container:
             raise ValueError("python and container: a container brings its own python3, name one of the two")
         if self.topk > 1 and self.kind != "sglang":

@@ -3,7 +3,9 @@
 Everywhere else a list of ids k means HF ``hidden_states[k]``, the input of decoder layer k. Engines read the same numbers differently, and
 training codes write them differently, so a list without a record of ours does not tell which layers it means (``readings``).
 SGLang reads ``eagle_config.eagle_aux_hidden_state_layer_ids``; vLLM reads the top-level ``eagle_aux_hidden_state_layer_ids`` first.
-Seen in the sources of SGLang 0.5.12, 0.5.13, 0.5.14 and 0.5.23 (``set_eagle3_layers_to_capture`` of each model) and vLLM 0.32.
+Seen in the sources of SGLang 0.5.6, 0.5.12, 0.5.12.post1, 0.5.13, 0.5.14 and 0.5.23 (``set_eagle3_layers_to_capture`` of each model) and of
+vLLM 0.32. One exception has no row: gpt-oss in SGLang 0.5.23 takes ids as they are when the largest is the number of layers, which names
+the state behind the last layer and so nothing that is captured here.
 """
 
 import re
@@ -66,6 +68,31 @@ def layers_from_written(ids: Sequence[int], engine: Engine, version: str, family
     return tuple(k + shift for k in ids)
 
 
+def fed_layers(
+    nested: Sequence[int] | None, top: Sequence[int] | None, engine: Engine, version: str, family: Family
+) -> tuple[int, ...] | None:
+    """The k of HF ``hidden_states[k]`` that ``engine`` feeds a drafter whose config has these lists, each engine looking where it does.
+
+    None when it finds no list: it then takes its default for the target.
+    """
+    ids = nested if engine == "sglang" else top or nested
+    return layers_from_written(ids, engine, version, family) if ids else None
+
+
+def misreadings(ids: Sequence[int], engine: Engine, family: Family, layers: Sequence[int]) -> list[str]:
+    """Which versions of ``engine`` take ``ids`` for other layers than ``layers``, and for which; empty when all read them alike."""
+    starts = sorted({row.since for row in TABLE if row.engine == engine and row.family in (None, family)})
+    told = []
+    for place, start in enumerate(starts):
+        read = layers_from_written(ids, engine, _dotted(start), family)
+        if read == tuple(layers):
+            continue
+        bounds = [f"from {_dotted(start)} on"] if any(start) else []
+        bounds += [f"before {_dotted(starts[place + 1])}"] if place + 1 < len(starts) else []
+        told.append(f"{' '.join([engine, *bounds])} reads hidden_states{list(read)}")
+    return told
+
+
 def readings(nested: Sequence[int] | None, top: Sequence[int] | None, family: Family | None = None) -> list[tuple[int, ...]]:
     """What a foreign config's ids can mean, as layers, likeliest first; one reading alone means that the numbers do tell.
 
@@ -82,6 +109,10 @@ def readings(nested: Sequence[int] | None, top: Sequence[int] | None, family: Fa
     if ids[0] == 1:
         return [next_ones]
     return [next_ones, as_written] if family == "llama" else [as_written, next_ones]
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _rule(engine: Engine, version: str, family: Family) -> Rule:

@@ -12,7 +12,7 @@ from eyas.errors import EyasError
 from eyas.files import read_json, write_json
 
 NAME = "manifest.json"
-Kind = Literal["replies", "states", "checkpoint", "export", "bench", "report"]
+Kind = Literal["prompts", "replies", "states", "checkpoint", "export", "bench", "report"]
 
 
 def versions() -> dict[str, str]:

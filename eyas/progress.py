@@ -1,10 +1,12 @@
-"""Progress of long work: rate and ETA as a live bar in a terminal, as a plain line every ten seconds elsewhere (CI, logs)."""
+"""Progress of long work: a live bar or line in a terminal, a plain line every ten seconds elsewhere (CI, logs)."""
 
 import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.status import Status as Spinner
+from rich.text import Text
 
 PLAIN_EVERY_S = 10.0
 
@@ -56,7 +58,7 @@ class Task:
 
     def _line(self) -> str:
         rate = self.rate()
-        eta = f"ETA {_clock(max(0.0, self.total - self.done) / rate)}" if rate > 0 else "ETA unknown"
+        eta = f"ETA {clock(max(0.0, self.total - self.done) / rate)}" if rate > 0 else "ETA unknown"
         return f"{self.description}: {self.done:,.0f}/{self.total:,.0f} {self.unit}, {self._rate_text()}, {eta} {self._note}".rstrip()
 
     def _print_line(self) -> None:
@@ -77,7 +79,46 @@ class Task:
         self.close()
 
 
-def _clock(seconds: float) -> str:
+class Status:
+    """One line about work that is waited for, not counted: in a terminal rewritten in place; elsewhere printed at every turn of events, and
+    every ten seconds between them. Use as a context manager, or call ``close``."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._spinner: Spinner | None = None
+        self._turn: str | None = None
+        self._printed = 0.0
+
+    def show(self, text: str, turn: str) -> None:
+        """Show ``text``; another ``turn`` than before (a phase, a state) is a turn of events."""
+        now = time.monotonic()
+        if self._console.is_terminal:
+            if self._spinner is None:
+                self._spinner = self._console.status("")
+                self._spinner.start()
+            self._spinner.update(Text(text))
+        elif turn != self._turn or now - self._printed >= PLAIN_EVERY_S:
+            self._turn, self._printed = turn, now
+            self.print(text)
+
+    def print(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Remove the line."""
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+
+    def __enter__(self) -> "Status":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def clock(seconds: float) -> str:
     """H:MM:SS; the hours go on counting after a day."""
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"

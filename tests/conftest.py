@@ -4,10 +4,19 @@ from pathlib import Path
 
 import pytest
 
+from eyas.config import TargetConfig
 from eyas.packaged_target import smollm2_folder
+from eyas.target import open_target
+from tests.fitted import Fitted, fitted_drafter
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as an ordinary HF folder, converted once from the package that ships it."""
     return smollm2_folder()
+
+
+@pytest.fixture(scope="session")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
+    """A drafter for SmolLM2 that is right about the first draft always and about later ones never, on texts that it comes with."""
+    return fitted_drafter(tmp_path_factory.mktemp("fitted"), open_target(TargetConfig(model="package:smollm2")))

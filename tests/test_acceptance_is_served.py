@@ -1,26 +1,20 @@
 """DESIGN's central promise, on the real model: what the offline walk says is what a greedy server does, cycle by cycle."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from data_prep.capture_hf import Probe
 from data_prep.prompts import load_source
-from data_prep.rows import Row
-from data_prep.template import prompt_ids, reply_row
+from data_prep.template import prompt_ids
 from eval.engine import Engine, Generation
-from eyas.acceptance import Cycle, walk
-from eyas.attention_hf import NAME
+from eyas.acceptance import Cycle
 from eyas.config import SourceConfig, TargetConfig
 from eyas.folder import read_drafter
-from eyas.states import StateRow
-from eyas.target import Target, open_target
-from train.batches import pack
-from train.ttt import TrainingTimeTest, evaluate_hits
+from eyas.target import open_target
+from tests.offline_walk import walk_offline
 
 STARTER = Path(__file__).parents[1] / "checkpoints" / "starter-smollm2"
 STEPS = 3
@@ -49,23 +43,8 @@ def serve(folder: Path, dtype: torch.dtype, with_baseline: bool) -> Served:
         speculative.append(engine.generate(ids, 160, drafter="starter"))
         if with_baseline:
             baseline.append(engine.generate(ids, 160))
-    return Served(speculative, baseline, [list(cycles) for cycles in walk_offline(target, speculative, dtype)])
-
-
-def walk_offline(target: Target, generations: list[Generation], dtype: torch.dtype) -> Iterator[list[Cycle]]:
-    """Capture the states of each request's text, and walk over it with the drafter alone."""
-    folder = read_drafter(str(STARTER))
-    drafter = folder.drafter
-    drafter.set_embedding(target.embedding(dtype))
-    test = TrainingTimeTest(drafter, target.lm_head(dtype)[drafter.draft_ids_D], STEPS, 1.0)
-    model = target.load_model(dtype, torch.device("cpu"), NAME)
-    with Probe(model, folder.layers or ()) as probe:
-        for generation in generations:
-            tokens = reply_row(generation.prompt_ids, generation.output_ids)
-            aux_1TA, final_1TH = probe([Row(key="", prompt_key="", category="", tokens=tokens)], target.shape.pad_id)
-            row = StateRow("", "", torch.tensor(tokens.ids), torch.tensor(tokens.supervised), aux_1TA[0].clone(), final_1TH[0].clone())
-            (reply,) = evaluate_hits(test, pack([row])).replies
-            yield walk(reply.hits_MJ, reply.chain_t_M)
+    texts = [(generation.prompt_ids, generation.output_ids) for generation in speculative]
+    return Served(speculative, baseline, list(walk_offline(target, STARTER, texts, dtype, STEPS)))
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,7 @@ def test_rows_with_states_that_are_not_finite_are_quarantined_and_the_others_kep
 
 def test_a_layer_the_target_does_not_have_is_refused(run, rows, spec, tiny):
     wrong = StateSpec((1, 3, 8), spec.hidden_size, "bfloat16", spec.vocab_size, spec.target_digest, spec.tokenizer_digest)
-    with pytest.raises(EyasError, match="8 is no layer input, this target has 0 to 7"):
+    with pytest.raises(EyasError, match=r"hidden_states\[8\] is no layer input of this target, it has 0 to 7"):
         run(rows, spec=wrong)
 
 

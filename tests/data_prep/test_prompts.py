@@ -3,6 +3,7 @@
 import json
 import random
 import time
+import unicodedata
 from collections import Counter
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -13,11 +14,12 @@ from pyarrow import parquet
 
 from data_prep import packaged_prompts
 from data_prep.near_duplicates import Boilerplate, Document, NearDuplicates, shingles
-from data_prep.packaged_prompts import DOMAINS, GENERAL, OTHER_LICENCES, read_package
+from data_prep.packaged_prompts import DOMAINS, GROUPS, OTHER_LICENCES, read_package
 from data_prep.prompts import NEAR_DUPLICATE, Prompt, load_source, split_prompts
 from eyas.config import HeldoutConfig, PrepConfig, RepliesConfig, SourceConfig
 from eyas.errors import EyasError
 
+ROOT = Path(__file__).parents[2]
 WORDS = ["river", "stone", "cloud", "paper", "engine", "forest", "window", "silver", "garden", "market", "bridge", "candle"]
 
 
@@ -259,7 +261,7 @@ def test_five_thousand_prompts_are_split_within_ten_seconds(tmp_path: Path) -> N
 
 
 def test_every_listed_evals_family_gives_prompts_that_end_with_the_user() -> None:
-    listed = [family.name for group in (GENERAL, *DOMAINS.values()) for family in group]
+    listed = [family.name for group in GROUPS.values() for family in group]
     found = list(read_package("evals", None))
     assert {conversation.family for conversation in found} == set(listed)
     assert all(conversation.messages[-1]["role"] == "user" for conversation in found)
@@ -267,7 +269,7 @@ def test_every_listed_evals_family_gives_prompts_that_end_with_the_user() -> Non
 
 
 def test_no_family_is_in_two_groups_and_none_is_under_another_licence() -> None:
-    listed = [family.name for group in (GENERAL, *DOMAINS.values()) for family in group]
+    listed = [family.name for group in GROUPS.values() for family in group]
     assert len(listed) == len(set(listed))
     assert not OTHER_LICENCES & set(listed)
     with pytest.raises(EyasError, match="theory_of_mind is not under the package's MIT licence"):
@@ -279,6 +281,21 @@ def test_general_group_and_domains_have_enough_distinct_prompts() -> None:
     assert len(general) >= 4000
     for name in DOMAINS:
         assert len(load_source(SourceConfig(source="package:evals", families=[f"group:{name}"]), 0)) >= 600
+
+
+def test_groups_for_measuring_by_category_have_prompts_of_many_kinds_and_languages() -> None:
+    mathematics, languages = ([*read_package("evals", [f"group:{name}"])] for name in ("math", "languages"))
+    assert len(mathematics) >= 150
+    assert len({conversation.family for conversation in languages}) == 15
+    assert max(Counter(conversation.family for conversation in languages).values()) <= 40
+    scripts = {name.split()[0] for found in languages for name in map(unicodedata.name, filter(str.isalpha, found.messages[-1]["content"]))}
+    assert {"LATIN", "CYRILLIC", "CJK", "HIRAGANA", "HANGUL", "DEVANAGARI", "ARABIC"} <= scripts
+
+
+def test_the_tool_prompts_that_ship_define_their_tools_in_the_system_message() -> None:
+    prompts = load_source(SourceConfig(source=str(ROOT / "configs" / "prompts" / "tools.jsonl"), category="tools"), 0)
+    assert len(prompts) == 24
+    assert all([message["role"] for message in prompt.messages] == ["system", "user"] for prompt in prompts)
 
 
 def test_demand_for_a_bare_letter_is_left_out_and_other_system_messages_stay() -> None:

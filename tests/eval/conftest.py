@@ -3,10 +3,16 @@
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from eval.starts import recorded
+from eyas.config import Config
+from tests.eval.toy_servers import ToyRun
 
 DRAFTS = 3
 
@@ -25,6 +31,8 @@ class ToyServer(ThreadingHTTPServer):
         self.break_after: int | None = None  # requests until the server fails
         self.failure = "500"
         self.extra_template_tokens = 0
+        self.busy = 0  # so many flushes are refused
+        self.together: threading.Barrier | None = None  # no reply goes out before so many requests are in flight
 
     @property
     def url(self) -> str:
@@ -32,7 +40,7 @@ class ToyServer(ThreadingHTTPServer):
 
     def cycles(self, drafter: str | None, tokens: int) -> list[int]:
         """Accepted drafts of each cycle of a reply of ``tokens`` tokens, the last one untrimmed."""
-        if drafter is None:
+        if drafter is None or not self.accepts[drafter]:
             return []
         pattern, found, emitted = self.accepts[drafter], [], 1
         while emitted < tokens:
@@ -67,7 +75,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
         self.server.log.append((self.path, body))
         if self.path == "/flush_cache":
-            self._json(200, {})
+            self.server.busy -= 1
+            self._json(400 if self.server.busy >= 0 else 200, {"message": "Flush cache failed."})
         elif self.path == "/v1/chat/completions":
             self._chat(body)
         else:
@@ -116,6 +125,8 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.break_after < 0 and self.server.failure == "500":
                 self._json(500, {"error": {"message": "CUDA error: out of memory\nTraceback ..."}})
                 return
+        if self.server.together is not None:
+            self.server.together.wait(timeout=10)
         prompt, total, drafter = body["input_ids"], body["sampling_params"]["max_new_tokens"], self._drafter(body)
         ids = self.server.reply(prompt, total)
         self.send_response(200)
@@ -163,3 +174,53 @@ def plain_servers() -> Iterator[tuple[ToyServer, ToyServer]]:
     yield next(plain), next(drafting)
     for server in (plain, drafting):
         next(server, None)
+
+
+class ToyEngine:
+    """Stands for SGLang behind ``eval.launcher.serving``: a server of one behaviour for each start; ``starts`` holds what was asked for."""
+
+    def __init__(self) -> None:
+        self.patterns: dict[str, list[int]] = {"starter": [0, 1], "result": [2, 1, 3]}
+        self.starts: list[tuple[str | None, dict[str, Any]]] = []
+        self.servers: list[ToyServer] = []
+        self.break_start: int | None = None  # this start's server fails
+        self.break_after = 2  # after so many requests
+        self.together: int | None = None  # of all starts but the first, which is the trial
+
+    @contextmanager
+    def serving(self, config: Config, drafters: dict[str, str], variant: str | None = None) -> Iterator[str]:
+        self.starts.append((variant, dict(config.engine.flags)))
+        info: dict[str, Any] = {"version": "0.5.23", "speculative_algorithm": None, "max_running_requests": 2048, "port": 1}
+        info |= {name.replace("-", "_"): value for name, value in config.engine.flags.items()}
+        accepts = {}
+        if variant not in (None, "none"):
+            accepts = {variant: self.patterns[variant]}
+            info |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": drafters[variant]}
+            info |= {"max_running_requests": 48, "disable_overlap_schedule": True, "port": 2}
+        server = ToyServer(accepts, info)
+        if self.break_start == len(self.starts):
+            server.break_after = self.break_after
+        if self.together and len(self.starts) > 1:
+            server.together = threading.Barrier(self.together)
+        self.servers.append(server)
+        running = serve(server)
+        try:
+            yield next(running).url
+        finally:
+            next(running, None)
+
+
+@pytest.fixture
+def toy_engine(monkeypatch: pytest.MonkeyPatch) -> ToyEngine:
+    engine = ToyEngine()
+    monkeypatch.setattr("eval.launcher.serving", engine.serving)
+    return engine
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Iterator[ToyRun]:
+    """A run whose servers are gone when the test ends, whatever it did."""
+    run = ToyRun(tmp_path)
+    yield run
+    for start in recorded(run.servers).values():
+        start.family().end(0.5)

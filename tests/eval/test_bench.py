@@ -3,27 +3,24 @@ from collections import Counter
 from dataclasses import asdict
 
 import pytest
+from pydantic import ValidationError
 
-from eval.bench import (
-    bench,
-    bench_prompts,
-    default_drafters,
-    first_difference,
-    loops,
-    public_info,
-    read_measurements,
-    server_variants,
-)
+from eval.arguments import public_info
+from eval.bench import bench, bench_prompts, default_drafters
+from eval.conditions import read_conditions
+from eval.measurement import first_difference, loops, read_measurements
+from eval.schedule import server_variants
 from eyas.cli import main
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.manifest import read_manifest
 
 
-def config_at(output, **evaluated):
+def config_at(output, kind="embedded", **evaluated):
     return Config.model_validate(
         {
             "output": str(output),
+            "engine": {"kind": kind},
             "target": {"model": "some/target"},
             "prep": {"sources": [{"source": "prompts.jsonl"}]},
             "drafter": {"init": str(output / "starter")},
@@ -159,6 +156,127 @@ def test_two_servers_of_one_behaviour_each_are_measured_into_one_folder(config, 
     assert holds["servers"]["result"]["max_running_requests"] == 48
 
 
+def test_a_baseline_server_measured_again_after_the_drafter_is_the_leg_after_it(config, plain_servers):
+    plain, drafting = plain_servers
+    drafters = {"result": "drafters/result"}
+    for server in (plain, plain, drafting, plain, plain):
+        folder = bench(config, server.url, drafters)
+    legs = Counter((m.variant, m.leg) for m in read_measurements(folder))
+    assert legs == {("none", "before"): 6, ("result", "between"): 6, ("none", "after"): 6}
+
+
+DRAFTERS = {"starter": "drafters/starter", "result": "drafters/result"}
+
+
+@pytest.fixture
+def apart(config):
+    """The same run on an engine that cannot switch speculation per request."""
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"kind": "sglang"})})
+
+
+def at_levels(config, *levels):
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"concurrency": list(levels)})})
+
+
+def test_an_engine_that_cannot_switch_is_started_for_each_leg_with_the_baseline_before_and_after(apart, toy_engine):
+    measured = read_measurements(bench(apart, None, DRAFTERS))
+    assert [variant for variant, _ in toy_engine.starts] == ["starter", "none", "starter", "result", "none"]  # the first is the trial
+    legs = [(m.variant, m.leg) for m in measured]
+    assert legs == [("none", "before")] * 6 + [("starter", "between")] * 6 + [("result", "between")] * 6 + [("none", "after")] * 6
+    assert {m.concurrency for m in measured} == {1}
+    assert all("speculative" not in body for server in toy_engine.servers for body in generated(server))
+
+
+def test_the_baseline_gets_the_limits_that_the_speculating_server_resolved_and_nothing_else(apart, toy_engine):
+    holds = read_manifest(bench(apart, None, DRAFTERS)).holds
+    flags = [given for _, given in toy_engine.starts]
+    assert flags == [{}, {"max-running-requests": 48}, {}, {}, {"max-running-requests": 48}]
+    assert holds["equalised"] == {"max-running-requests": 48}
+    assert holds["servers"]["none"]["max_running_requests"] == holds["servers"]["result"]["max_running_requests"] == 48
+    assert "disable_overlap_schedule" not in holds["servers"]["none"]
+
+
+def test_a_drafter_that_does_not_speculate_is_noticed_before_the_baseline_is_measured(apart, toy_engine):
+    toy_engine.patterns = {**toy_engine.patterns, "starter": []}
+    with pytest.raises(EyasError, match="counts no verify steps"):
+        bench(apart, None, DRAFTERS)
+    assert [variant for variant, _ in toy_engine.starts] == ["starter"]
+
+
+def test_a_killed_schedule_goes_on_with_the_leg_it_was_in(apart, toy_engine):
+    toy_engine.break_start = 3  # in the first drafter's leg: one warm-up, one measured request
+    with pytest.raises(EyasError, match="answered 500"):
+        bench(apart, None, DRAFTERS)
+    before = (apart.folder("bench") / "measurements.jsonl").read_text()
+    assert len(before.splitlines()) == 7
+    toy_engine.break_start, toy_engine.starts = None, []
+    measured = read_measurements(bench(apart, None, DRAFTERS))
+    assert toy_engine.starts == [("starter", {}), ("result", {}), ("none", {"max-running-requests": 48})]
+    assert (apart.folder("bench") / "measurements.jsonl").read_text().startswith(before)
+    assert len({m.place for m in measured}) == len(measured) == 24
+    toy_engine.starts = []
+    bench(apart, None, DRAFTERS)
+    assert toy_engine.starts == []
+
+
+def test_a_level_has_exactly_so_many_requests_in_flight_on_a_cache_flushed_once(apart, toy_engine):
+    toy_engine.together = 3  # a server that answers only three at a time
+    silent = apart.model_copy(update={"eval": apart.eval.model_copy(update={"concurrency": [3], "warmup_prompts": 0})})
+    measured = read_measurements(bench(silent, None, {"result": "drafters/result"}))
+    assert Counter((m.variant, m.leg, m.concurrency) for m in measured) == {
+        ("none", "before", 3): 6,
+        ("result", "between", 3): 6,
+        ("none", "after", 3): 6,
+    }
+    for server in toy_engine.servers[1:]:
+        paths = [path for path, _ in server.log if path in {"/generate", "/flush_cache"}]
+        assert paths == ["/generate"] * 3 + ["/flush_cache"] + ["/generate"] * 6  # three warm-ups at once, not counted
+
+
+def test_a_level_that_is_added_later_is_measured_beside_what_is_there(apart, toy_engine):
+    bench(apart, None, DRAFTERS)
+    toy_engine.starts, toy_engine.servers = [], []
+    measured = read_measurements(bench(at_levels(apart, 1, 2), None, DRAFTERS))
+    assert [variant for variant, _ in toy_engine.starts] == ["none", "starter", "result", "none"]
+    assert Counter(m.concurrency for m in measured) == {1: 24, 2: 24}
+
+
+def test_an_error_while_several_requests_are_in_flight_keeps_what_came_before_it(apart, toy_engine):
+    toy_engine.break_start, toy_engine.break_after = 2, 3 + 3  # of which three are warm-ups
+    with pytest.raises(EyasError, match=r"answered 500|the stream ended"):
+        bench(at_levels(apart, 2), None, {"result": "drafters/result"})
+    toy_engine.break_start, kept = None, read_measurements(apart.folder("bench"))
+    assert 1 <= len(kept) <= 3
+    measured = read_measurements(bench(at_levels(apart, 2), None, {"result": "drafters/result"}))
+    assert len({m.place for m in measured}) == len(measured) == 18
+
+
+def test_every_leg_has_its_conditions_at_its_start_and_end(apart, toy_engine):
+    folder = bench(apart, None, {"result": "drafters/result"})
+    lines = read_conditions(folder)
+    assert [(line["leg"], line["variants"], line["moment"]) for line in lines] == [
+        (leg, [variant], moment)
+        for leg, variant in (("before", "none"), ("between", "result"), ("after", "none"))
+        for moment in ("start", "end")
+    ]
+    assert all(line["engine"] == "0.5.23" and line["versions"]["python"] for line in lines)
+    assert lines[0]["flags"]["flags"] == {"max-running-requests": 48}
+    assert lines[2]["flags"]["flags"] == {}
+
+
+def test_prompts_that_were_only_held_out_can_be_measured(config, toy_server):
+    (config.output / "prompts").mkdir()
+    (config.output / "replies" / "greedy.jsonl").rename(config.output / "prompts" / "heldout.jsonl")
+    assert len(read_measurements(bench(config, toy_server.url, {}))) == 18
+
+
+def test_the_embedded_engine_has_one_request_in_flight(tmp_path):
+    with pytest.raises(ValidationError, match="the embedded engine decodes one request at a time"):
+        config_at(tmp_path, concurrency=[1, 4])
+    with pytest.raises(ValidationError, match="a level is there twice"):
+        config_at(tmp_path, kind="vllm", concurrency=[2, 2])
+
+
 def test_a_drafter_that_the_server_does_not_use_is_noticed(config, plain_servers):
     plain, _ = plain_servers
     plain.info = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "some/drafter"}
@@ -226,8 +344,21 @@ def test_no_secret_and_no_running_average_of_a_server_is_recorded():
     assert public_info(info) == {"dtype": "auto"}
 
 
+def test_the_export_is_measured_once_it_is_there_beside_the_warm_start_and_what_is_compared(tmp_path):
+    config = config_at(tmp_path, compare=["some/sibling"])
+    assert default_drafters(config) == {"starter": str(tmp_path / "starter"), "sibling": "some/sibling"}
+    (tmp_path / "export").mkdir()
+    assert list(default_drafters(config)) == ["starter", "result", "sibling"]
+
+
+def test_a_run_without_any_drafter_says_what_is_missing(tmp_path):
+    config = config_at(tmp_path)
+    scratch = config.model_copy(update={"drafter": config.drafter.model_copy(update={"init": "scratch"})})
+    with pytest.raises(EyasError, match=r"there is no drafter: .*export does not exist \(run `eyas export`\)"):
+        default_drafters(scratch)
+
+
 def test_two_drafters_of_one_name_are_refused(tmp_path):
-    assert set(default_drafters(config_at(tmp_path, compare=["some/sibling"]))) == {"starter", "result", "sibling"}
     with pytest.raises(EyasError, match="two drafters are called 'sibling'"):
         default_drafters(config_at(tmp_path, compare=["some/sibling", "other/sibling"]))
 

@@ -119,3 +119,17 @@ def test_another_kind_of_server_is_named_as_such(toy_server):
 def test_a_url_that_is_none_is_refused(url):
     with pytest.raises(EyasError, match="expected http://HOST:PORT"):
         Client(url)
+
+
+def test_a_server_that_clears_up_behind_a_reply_is_asked_again_to_flush(toy_server):
+    toy_server.busy = 2
+    with Client(toy_server.url) as client:
+        client.flush_cache()
+    assert [path for path, _ in toy_server.log if path == "/flush_cache"] == ["/flush_cache"] * 3
+
+
+def test_a_server_that_never_flushes_is_named(toy_server, monkeypatch):
+    monkeypatch.setattr("eval.clients.FLUSH_LIMIT_S", 0.1)
+    toy_server.busy = 10**6
+    with Client(toy_server.url) as client, pytest.raises(EyasError, match=r"/flush_cache answered 400: .*Flush cache failed"):
+        client.flush_cache()

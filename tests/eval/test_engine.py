@@ -335,7 +335,7 @@ def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(target: Target, 
     with pytest.raises(EyasError, match="drafter other: vocab_size is 13, the target's is 12"):
         Engine(target, {"other": other}, torch.float32, 64, STEPS)
     outside = DrafterFolder(tiny_drafter(target), (1, 3, 5), [], {})
-    with pytest.raises(EyasError, match=r"hidden_states\[5\]; inputs of the target's layers 0 to 4 exist"):
+    with pytest.raises(EyasError, match=r"hidden_states\[5\] is no layer input of this target, it has 0 to 4"):
         Engine(target, {"outside": outside}, torch.float32, 64, STEPS)
     two = DrafterFolder(tiny_drafter(target), (1, 3), [], {})
     with pytest.raises(EyasError, match="names 2 aux layers, its fc takes 3"):

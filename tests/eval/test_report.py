@@ -8,108 +8,29 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from eval.bench import LOOP_RULE, Measurement
-from eval.report import argument_differences, headline, write_report
+from eval.report import headline, write_report
 from eval.summary import summarise
-from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.files import JsonlAppender
-from eyas.manifest import begin, finish
-
-TOKENS = 61
-BASELINE_S, CYCLE_S, FIRST_S = 0.020, 0.026, 0.1
-
-
-def request(number, variant, histogram=None, ids=None, cycle_s=CYCLE_S, looping=False):
-    """A greedy request of 61 tokens: ``histogram`` cycles that emit exactly the 60 after the first."""
-    ids = list(range(number, number + TOKENS)) if ids is None else ids
-    cycles = sum(histogram) if histogram else None
-    decode_s = cycles * cycle_s if histogram else (TOKENS - 1) * BASELINE_S
-    parts = {"seconds": {"decode": (TOKENS - 1) * 0.019}, "counts": {"decode": TOKENS - 1}}
-    if histogram:
-        seconds = {
-            "verify": cycles * 0.021,
-            "extend": (cycles - 1) * 0.001,
-            "draft": cycles * 0.002,
-            "prefill_draft": 0.003,
-            "overhead": 0.0,
-        }
-        parts = {"seconds": seconds, "counts": {"verify": cycles, "extend": cycles - 1, "draft": 2 * cycles, "prefill_draft": 1}}
-    return Measurement(
-        key=f"key-{number:02}",
-        category="code" if number % 2 else "chat <b>",
-        variant=variant,
-        order=0,
-        prompt_tokens=100 + 20 * number,
-        completion_tokens=TOKENS,
-        cached_tokens=0,
-        finish_reason="length",
-        first_token_s=FIRST_S,
-        first_tokens=1,
-        total_s=FIRST_S + decode_s,
-        verify_ct=cycles,
-        correct=sum(accepted * count for accepted, count in enumerate(histogram)) if histogram else None,
-        proposed=3 * cycles if histogram else None,
-        histogram=histogram or [],
-        engine_length=TOKENS / cycles if histogram else None,
-        looping=looping,
-        output_ids=ids,
-        parts=parts,
-    )
-
-
-STARTER = ([30, 12, 2, 0], [33, 12, 1, 0], [27, 15, 1, 0])
-RESULT = ([8, 8, 8, 3], [12, 9, 6, 3], [10, 10, 10, 0])
-
-
-def measurements(prompts=24, starter=STARTER, result=RESULT):
-    """A small recorded set: every histogram emits 60 tokens."""
-    return [
-        found
-        for number in range(prompts)
-        for found in (
-            request(number, "none"),
-            request(number, "starter", starter[number % 3]),
-            request(number, "result", result[number % 3]),
-        )
-    ]
-
-
-def config_at(output):
-    return Config.model_validate(
-        {
-            "output": str(output),
-            "target": {"model": "some/<target>"},
-            "prep": {"sources": [{"source": "prompts.jsonl"}]},
-            "drafter": {"init": "some/starter"},
-            "eval": {"bootstrap": 300},
-        }
-    )
+from tests.eval.recorded import (
+    BASELINE_S,
+    CYCLE_S,
+    FIRST_S,
+    RESULT,
+    STARTER,
+    TOKENS,
+    apart,
+    conditions,
+    config_at,
+    measurements,
+    record,
+    record_training,
+    request,
+)
 
 
 @pytest.fixture
 def config(tmp_path):
     return config_at(tmp_path)
-
-
-def record(config, found, temperature=0.0, **holds):
-    folder = config.folder("bench")
-    evaluated = config.eval.model_dump(mode="json") | {"temperature": temperature}
-    part = {"target": {"model": config.target.model}, "engine": config.engine.model_dump(mode="json"), "seed": config.seed}
-    begin(folder, "bench", {**part, "eval": evaluated}, {})
-    with JsonlAppender(folder / "measurements.jsonl") as file:
-        for measured in found:
-            file.append(asdict(measured))
-    finish(folder, {"loop_rule": LOOP_RULE, "machine": {"processor": "some", "cores": 2}, "servers": {"none": {"eyas": {}}}, **holds})
-
-
-def record_training(config):
-    with JsonlAppender(config.folder("train") / "log.jsonl") as file:
-        for step in range(0, 101, 10):
-            rate = 0.3 + 0.003 * step
-            sets = {"length": 1 + rate + rate**2, "unconditional_J": [rate, rate**2], "conditional_J": [rate, rate]}
-            file.append({"kind": "validation", "step": step, "acceptance_length": sets["length"], "greedy": sets})
-            file.append({"kind": "train", "step": step, "loss": 12 - 0.02 * step})
 
 
 def test_every_histogram_of_the_recorded_set_emits_the_tokens_of_its_request():
@@ -202,7 +123,51 @@ def test_sampled_replies_are_not_compared():
 def test_categories_and_prompt_lengths_split_the_prompts():
     summary = summarise(measurements(), 0.0, 100, 0)
     assert {group.name: group.prompts for group in summary.categories} == {"chat <b>": 12, "code": 12}
-    assert [(group.name, group.prompts) for group in summary.contexts] == [("<256", 8), ("256-511", 13), ("512-1023", 3)]
+    assert [(group.name, group.prompts) for group in summary.prompt_lengths] == [("<256", 8), ("256-511", 13), ("512-1023", 3)]
+
+
+def test_the_baseline_of_two_legs_counts_with_their_mean_prompt_by_prompt():
+    once, twice = summarise([m for m in apart() if m.leg != "after"], 0.0, 100, 0), summarise(apart(drift=0.5), 0.0, 100, 0)
+    mean = 1.5 * (FIRST_S + (TOKENS - 1) * BASELINE_S)  # the second leg takes twice as long
+    assert twice.variant("none").tokens_per_second.value == pytest.approx(TOKENS / mean)
+    assert twice.variant("none").requests == 48
+    assert twice.variant("result").speedup.value == pytest.approx(1.5 * once.variant("result").speedup.value)
+    assert twice.variant("result").break_even.value == pytest.approx(once.variant("result").break_even.value / 1.5)
+
+
+def test_the_drift_is_the_baseline_after_over_before_and_hides_what_is_smaller():
+    drift = summarise(apart(drift=0.97), 0.0, 200, 0).drift
+    assert drift.change.value == pytest.approx(0.97)
+    assert drift.after.value == pytest.approx(0.97 * drift.before.value)
+    assert (drift.prompts, drift.differing, drift.hides) == (24, 0, [])
+    # without a drift the starter is 1.04 times as fast as the baseline, the result 1.52 times
+    assert summarise(apart(drift=1.12), 0.0, 200, 0).drift.hides == ["starter"]
+    hidden = summarise(apart(drift=1.4), 0.0, 200, 0)
+    assert hidden.drift.hides == ["starter", "result"]
+    assert hidden.pays is None
+
+
+def test_replies_of_the_baseline_that_differ_between_its_legs_are_counted():
+    found = [replace(m, output_ids=m.output_ids[::-1]) if m.leg == "after" and m.key == "key-03" else m for m in apart()]
+    assert summarise(found, 0.0, 100, 0).drift.differing == 1
+    assert summarise(found, 1.0, 100, 0).drift.differing is None
+
+
+def test_variants_side_by_side_have_no_drift():
+    assert summarise(measurements(), 0.0, 100, 0).drift is None
+
+
+def test_the_headline_is_of_the_lowest_level_and_every_level_is_there():
+    summary = summarise([*apart(level=4), *apart()], 0.0, 100, 0)
+    assert [level.concurrency for level in summary.levels] == [1, 4]
+    assert summary.concurrency == 1
+    assert summary.variant("result").tokens_per_second == summarise(apart(), 0.0, 100, 0).variant("result").tokens_per_second
+
+
+def test_requests_in_flight_together_are_counted_together():
+    one, four = (summarise(apart(level=level), 0.0, 100, 0).variant("none") for level in (1, 4))
+    assert four.tokens_per_second.value == pytest.approx(4 * one.tokens_per_second.value)
+    assert four.request_tokens_per_second.value == pytest.approx(one.tokens_per_second.value)
 
 
 def slow(found, cycle_s):
@@ -271,7 +236,7 @@ def test_ids_are_unique_and_every_reference_within_the_page_has_its_target(repor
 
 def test_the_page_draws_every_figure_in_the_pages_own_colours(report):
     page = report.read_text()
-    assert page.count("<svg") == 8
+    assert page.count("<svg") == 10
     assert set(re.findall(r"(?:fill|stroke): (#\w+)", page)) == set()
     assert "prefers-color-scheme: dark" in page
 
@@ -302,6 +267,71 @@ def test_the_json_twin_is_strict_json_and_holds_the_numbers_of_the_page(report):
 
 def test_training_curves_start_with_the_warm_start_and_name_the_kept_step(report):
     assert "1.390 before, 1.960 at step 100, which was kept" in (report.parent / "report.md").read_text()
+
+
+DRIFTED = {"none": {"max_running_requests": 48}, "result": {"max_running_requests": 48, "disable_overlap_schedule": True}}
+
+
+@pytest.fixture(scope="module")
+def report_of_legs(tmp_path_factory):
+    """Of an engine that is started for each leg, at two levels of concurrency, on a machine with two GPUs."""
+    config = config_at(tmp_path_factory.mktemp("legs"))
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"kind": "sglang"})})
+    lines = conditions(gpus=[(2400.0, 61.0, 300.0), (2350.0, 66.0, 310.0)], environment={"NCCL_ALGO": "Ring"})
+    found = [*apart(drift=1.01), *apart(drift=1.02, level=4)]
+    record(config, found, lines=lines, servers=DRIFTED, equalised={"max-running-requests": 48})
+    return write_report(config)
+
+
+def test_the_report_of_legs_tells_the_drift_of_every_level(report_of_legs):
+    text = (report_of_legs.parent / "report.md").read_text()
+    assert "| 1 | 24 | 46.9 (46.9 to 46.9) | 47.4 (47.4 to 47.4) | 1.010 (1.010 to 1.010) | 0 | nothing |" in text
+    assert "| 4 | 24 | 187.7 (187.7 to 187.7) | 191.4" in text
+    assert "| 1.020 (1.020 to 1.020) | 0 | starter |" in text
+
+
+def test_the_report_of_legs_tells_the_rates_together_and_of_each_request(report_of_legs):
+    rows = [line for line in (report_of_legs.parent / "report.md").read_text().splitlines() if line.startswith("| 4 | no speculation |")]
+    assert len(rows) == 1
+    together, each = rows[0].split("|")[3], rows[0].split("|")[5]
+    assert together.split()[0] == f"{4 * float(each.split()[0]):.1f}" or float(together.split()[0]) == pytest.approx(
+        4 * float(each.split()[0]), abs=0.3
+    )
+
+
+def test_the_report_of_legs_names_what_was_made_equal_and_what_remains(report_of_legs):
+    text = (report_of_legs.parent / "report.md").read_text()
+    assert "Made equal by giving them to the baseline: max-running-requests 48." in text
+    assert "| disable_overlap_schedule | result | true | null |" in text
+    assert "Servers differ in disable_overlap_schedule: true (result), null (baseline)." in text
+
+
+def test_the_report_of_legs_tells_the_conditions_of_each(report_of_legs):
+    text = (report_of_legs.parent / "report.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith(("| before: ", "| between: ", "| after: "))]
+    assert [row.split("|")[1].strip() for row in rows] == ["before: no speculation", "between: result", "after: no speculation"]
+    assert all(row.endswith("| 5.0 | 1.0 | 2600 | 2350 – 2400 | 66 | 610 | 0.0 % |") for row in rows)
+    assert "- NCCL_ALGO: Ring" in text
+    assert "sglang, bfloat16, 1, 4 requests in flight" in text
+    assert "the baseline before and after the drafters" in text
+
+
+def test_an_engines_own_figure_stands_under_its_own_name(report, report_of_legs):
+    assert "| embedded engine: spec_accept_length | verify steps |" in (report.parent / "report.md").read_text()
+    assert "| SGLang: spec_accept_length | verify steps |" in (report_of_legs.parent / "report.md").read_text()
+
+
+def test_a_speed_up_that_is_not_larger_than_the_drift_is_no_verdict(config):
+    record(config, apart(drift=1.40), servers=DRIFTED)
+    text = (write_report(config).parent / "report.md").read_text()
+    assert "It cannot be told whether speculation pays" in text
+    assert "after the drafters it was 1.40 times as fast as before them" in text
+    assert "The drift of the baseline is as large as the speed-up of result" in text
+
+
+def test_a_baseline_measured_once_beside_other_servers_says_that_its_drift_is_unknown(config):
+    record(config, [m for m in apart() if m.leg != "after"], servers=DRIFTED)
+    assert "The baseline was measured once" in (write_report(config).parent / "report.md").read_text()
 
 
 def test_every_table_of_the_markdown_has_as_many_cells_in_each_row(report):
@@ -372,16 +402,6 @@ def test_greedy_replies_that_differ_are_told_to_the_reader(config):
     found[2] = replace(found[2], output_ids=found[2].output_ids[::-1])
     record(config, found)
     assert "1 of 3 greedy replies of result differ from the baseline's." in (write_report(config).parent / "report.md").read_text()
-
-
-def test_arguments_of_speculation_itself_are_no_difference():
-    servers = {"none": {"speculative_algorithm": None, "port": 1}, "result": {"speculative_algorithm": "EAGLE3", "port": 2}}
-    assert argument_differences(servers) == []
-
-
-def test_arguments_whose_names_merely_contain_an_excused_one_are_compared():
-    servers = {"none": {"export_metrics": False}, "result": {"export_metrics": True}}
-    assert argument_differences(servers) == ["export_metrics: True (result), False (baseline)"]
 
 
 def test_a_baseline_that_decoded_nothing_predicts_nothing():

@@ -335,8 +335,11 @@ def servers_of(parent: int) -> set[int]:
     return {pid for pid, _, its_parent, group in processes() if its_parent == parent and group == pid}
 
 
-def test_the_server_is_gone_when_the_block_ends_even_in_the_middle_of_a_request(config: Config, drafters: dict[str, str]) -> None:
+def test_the_server_is_gone_when_the_block_ends_even_in_the_middle_of_a_request(
+    config: Config, drafters: dict[str, str], tmp_path: Path
+) -> None:
     before = servers_of(os.getpid())
+    config = config.model_copy(update={"output": tmp_path})  # a run has one server at a time
     with serving(config, drafters) as address, httpx.Client(base_url=address, trust_env=False, timeout=60) as client:
         (server,) = servers_of(os.getpid()) - before
         with client.stream("POST", "/generate", json=LONG | {"stream": True}) as response:

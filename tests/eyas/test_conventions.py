@@ -2,7 +2,7 @@
 
 import pytest
 
-from eyas.conventions import family_of, layers_from_written, readings, written_ids
+from eyas.conventions import family_of, fed_layers, layers_from_written, misreadings, readings, written_ids
 from eyas.errors import EyasError
 
 
@@ -14,7 +14,15 @@ from eyas.errors import EyasError
         ((2, 30, 58), "sglang", "0.5.6", "deepseek", (3, 31, 59)),
         ((2, 30, 58), "sglang", "0.5.12.post1", "deepseek", (3, 31, 59)),
         ((2, 30, 58), "sglang", "0.5.13", "deepseek", (2, 30, 58)),
+        ((2, 30, 58), "sglang", "0.5.14", "deepseek", (2, 30, 58)),
         ((2, 30, 58), "sglang", "0.5.23", "deepseek", (2, 30, 58)),
+        ((1, 29, 57), "sglang", "0.5.6", "deepseek", (2, 30, 58)),
+        ((1, 29, 57), "sglang", "0.5.13", "deepseek", (2, 30, 58)),
+        ((1, 29, 57), "sglang", "0.5.14", "deepseek", (2, 30, 58)),
+        ((2, 15, 27), "sglang", "0.5.6", "llama", (3, 16, 28)),
+        ((2, 15, 27), "sglang", "0.5.12", "llama", (3, 16, 28)),
+        ((2, 15, 27), "sglang", "0.5.13", "llama", (3, 16, 28)),
+        ((2, 15, 27), "sglang", "0.5.14", "llama", (3, 16, 28)),
         ((1, 29, 57), "sglang", "0.5.12", "deepseek", (2, 30, 58)),
         ((1, 29, 57), "sglang", "0.5.23", "deepseek", (2, 30, 58)),
         ((1, 29, 57), "vllm", "0.32.0", "deepseek", (1, 29, 57)),
@@ -81,3 +89,33 @@ def test_foreign_ids_have_one_meaning_only_where_the_numbers_tell(nested, top, f
 )
 def test_families_follow_the_model_type(model_type, family) -> None:
     assert family_of(model_type) == family
+
+
+@pytest.mark.parametrize(
+    ("nested", "top", "engine", "layers"),
+    [
+        ((1, 14, 26), (2, 15, 27), "sglang", (2, 15, 27)),
+        ((1, 14, 26), (2, 15, 27), "vllm", (2, 15, 27)),
+        ((2, 15, 27), (2, 15, 27), "sglang", (3, 16, 28)),
+        ((1, 14, 26), None, "vllm", (1, 14, 26)),
+        (None, (2, 15, 27), "sglang", None),
+        (None, None, "vllm", None),
+    ],
+)
+def test_each_engine_looks_in_its_own_place(nested, top, engine, layers) -> None:
+    version = {"sglang": "0.5.23", "vllm": "0.32.0"}[engine]
+    assert fed_layers(nested, top, engine, version, "llama") == layers
+
+
+@pytest.mark.parametrize(
+    ("ids", "engine", "family", "layers", "told"),
+    [
+        ((1, 14, 26), "sglang", "llama", (2, 15, 27), []),
+        ((1, 29, 57), "sglang", "deepseek", (2, 30, 58), []),
+        ((3, 31, 59), "sglang", "deepseek", (3, 31, 59), ["sglang before 0.5.13 reads hidden_states[4, 32, 60]"]),
+        ((2, 30, 58), "sglang", "deepseek", (3, 31, 59), ["sglang from 0.5.13 on reads hidden_states[2, 30, 58]"]),
+        ((1, 14, 26), "vllm", "llama", (2, 15, 27), ["vllm reads hidden_states[1, 14, 26]"]),
+    ],
+)
+def test_versions_that_one_list_cannot_serve_are_named(ids, engine, family, layers, told) -> None:
+    assert misreadings(ids, engine, family, layers) == told

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import eyas.progress
-from eyas.progress import Task
+from eyas.progress import Status, Task
 
 
 class Clock:
@@ -115,3 +115,24 @@ def test_in_a_terminal_a_bar_shows_counts_rate_and_note():
     assert "5/10" in text
     assert "rows/s" in text
     assert "[/] fine" in text
+
+
+def test_what_is_waited_for_is_told_at_turns_and_every_ten_seconds(clock):
+    console = plain()
+    with Status(console) as status:
+        for second in range(25):
+            clock.now = 1000.0 + second
+            status.show(f"loading for {second} s", "weights" if second < 12 else "graphs")
+        status.print("a line [that] stays")
+    assert lines(console) == ["loading for 0 s", "loading for 10 s", "loading for 12 s", "loading for 22 s", "a line [that] stays"]
+
+
+def test_in_a_terminal_the_line_is_rewritten_in_place():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with Status(console) as status:
+        status.show("loading [1] of 2", "weights")
+        status.show("loading [2] of 2", "weights")
+        status.print("a line that stays")
+    written = console.file.getvalue()
+    assert "a line that stays\n" in written
+    assert written.count("\n") <= 3

@@ -1,0 +1,325 @@
+"""Why is acceptance on the server below what was measured offline? Looks at everything in between and names what is wrong.
+
+    eyas doctor checkpoints/smollm2/export --config configs/smollm2.yaml
+    eyas doctor EXPORT --config CONFIG --url http://127.0.0.1:30000       a server that somebody else started
+
+Three looks, each of which can find what the others cannot:
+  the folder beside what was trained: weights, fc, d2t, layer ids as this engine and version read them, rope, config, tokenizer files
+  the engine: its own loader's view of the folder (where it is installed), how the server renders and tokenises chats
+  what it does: a few greedy held-out requests, replayed step by step with the trained drafter; where the steps differ, the replay is
+  repeated with the faults that are known, alone and in pairs, until one tells them (eval/replay.py)
+A fault that leaves no draft standing hides others: mend it and look again. Cost: a server's start, PROMPTS requests, and with the target in
+memory one forward over each; SmolLM2 on two CPU cores: half a minute.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.bench import RESULT, bench_prompts
+from eval.checks import Check, fault, not_checked, ok, record
+from eval.clients import connect
+from eval.export_checks import Read, Trained, check_export, chunk_order, fed_layers, read_export, read_trained
+from eval.launcher import serving
+from eval.loader_check import check_loader
+from eval.measurement import BenchPrompt
+from eval.replay import EXPLAINED, Diagnosis, Misreading, Reading, Replay, diagnose, misreadings
+from eval.served import Rendering, Requests, ask, speculative_field
+from eval.served_states import Followed, along_store, along_target, fits
+from eyas import conventions
+from eyas.config import Config
+from eyas.conventions import Engine, family_of
+from eyas.drafter import Drafter
+from eyas.drafter_config import read_rope
+from eyas.errors import EyasError
+from eyas.target import Target, open_target, pick_device
+
+PROMPTS, NEW_TOKENS = 8, 64
+LEAST_STEPS = 20
+OTHER_TARGET = 0.7
+"""Below this share of served tokens that are our target's own choice, the server runs another model."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All findings, in the order of the three looks."""
+
+    checks: list[Check]
+    served_length: float | None = None
+    """Tokens a verify step on the server, the cut-off last step of each request aside."""
+    replayed_length: float | None = None
+    """The same of the trained drafter on the same text."""
+
+    def json(self) -> str:
+        """All of it, for programs."""
+        lengths = {"served": self.served_length, "as trained": self.replayed_length}
+        return json.dumps({"healthy": self.healthy, "acceptance_length": lengths, "checks": record(self.checks)}, indent=2)
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing is wrong with what could be looked at."""
+        return all(check.verdict != "fault" for check in self.checks)
+
+
+@dataclass
+class _Seen:
+    """What came from the server, before it was ended."""
+
+    info: dict[str, Any] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    requests: Requests | None = None
+
+
+def examine(config: Config, export: Path, url: str | None = None, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Examination:
+    """Look at ``export`` and at a server that serves it: the one at ``url``, else the configured engine, started for this.
+
+    Raises EyasError when the target cannot be opened or ``export`` is no folder with weights. A server that cannot be asked, or does not
+    start, is a finding.
+    """
+    target = open_target(config.target)
+    family = family_of(target.shape.model_type)
+    seen = _look_at_server(config, target, export, url, prompts, new_tokens)
+    engine, version = _engine(config, seen.info)
+    read = read_export(export, engine, version, family)
+    trained = read_trained(config, export, family)
+    if trained is None:
+        told = "neither a training run nor the export itself tells what was trained"
+        return Examination([not_checked("export", told), *_loader(config, export), *seen.checks])
+    static = check_export(read, trained, target, config.engine.context)
+    checks = [*static, *_loader(config, export), *seen.checks]
+    if seen.requests is None:
+        return Examination(checks)
+    if (topk := seen.info.get("speculative_eagle_topk") or 1) > 1:
+        told = f"the server drafts trees (top-k {topk}), a replay follows chains: start it with top-k 1, or leave out --url"
+        return Examination([*checks, not_checked("served: steps", told)])
+    steps = seen.info.get("speculative_num_steps") or config.engine.draft_steps
+    behaviour = _Behaviour(config, target, trained, read, seen.requests, steps)
+    checks += behaviour.checks()
+    return Examination(checks, behaviour.served_length, behaviour.replayed_length)
+
+
+def _look_at_server(config: Config, target: Target, export: Path, url: str | None, prompts: int, new_tokens: int) -> _Seen:
+    seen = _Seen()
+    try:
+        asked = bench_prompts(config)[:prompts]
+    except EyasError as error:
+        seen.checks.append(not_checked("served", f"no held-out prompts: {error}"))
+        asked = []
+    try:
+        with _server(config, export, url) as address, connect(address) as client:
+            client.ready()
+            seen.info = client.server_info()
+            seen.checks += list(_settings(seen.info, export, target))
+            if asked:
+                with closing(Rendering(address, client, target.tokenizer())) as rendering:
+                    seen.checks += [_template(target, asked), *rendering.checks(asked)]
+                seen.requests = ask(client, asked, new_tokens, speculative_field(seen.info, RESULT))
+    except EyasError as error:
+        seen.checks.append(fault("served", str(error)))
+    return seen
+
+
+@contextmanager
+def _server(config: Config, export: Path, url: str | None) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    chain = {"topk": 1, "draft_tokens": None} if config.engine.topk > 1 else {}  # a replay follows a chain, not a tree
+    config = config.model_copy(update={"engine": config.engine.model_copy(update=chain)})
+    with serving(config, {RESULT: str(export)}, RESULT) as address:
+        yield address
+
+
+def _engine(config: Config, info: dict[str, Any]) -> tuple[Engine | None, str]:
+    """The engine and version that the server tells, else the configured ones; None for the embedded engine."""
+    told = str(info.get("version") or "")
+    kind: str = config.engine.kind
+    if told:
+        kind = "embedded" if told.startswith("eyas") else "vllm" if told.startswith("vllm") else "sglang"
+    number = re.search(r"\d[\w.]*", told)
+    if kind == "sglang":
+        return "sglang", number[0] if number else config.engine.version or conventions.SGLANG
+    if kind == "vllm":
+        return "vllm", number[0] if number else config.engine.version or conventions.VLLM
+    return None, ""
+
+
+def _loader(config: Config, export: Path) -> list[Check]:
+    kind = config.engine.kind
+    if kind == "embedded":
+        return []
+    try:
+        return check_loader(config, export, kind)
+    except EyasError as error:
+        return [not_checked("loader", str(error))]
+
+
+def _settings(info: dict[str, Any], export: Path, target: Target) -> Iterator[Check]:
+    """What the server says it runs with."""
+    name = "served: drafter"
+    path = info.get("speculative_draft_model_path")
+    if not info.get("speculative_algorithm"):
+        yield fault(name, "the server does not speculate")
+    elif path and Path(path).is_dir() and Path(path).resolve() != export.resolve():
+        yield fault(name, f"the server drafts with {path}, not with {export}")
+    else:
+        yield ok(name, f"{path}, {info.get('speculative_num_steps')} drafts a step")
+    digest = (info.get("eyas") or {}).get("target_digest") or _digest(str(info.get("model_path") or ""))
+    if digest is None:
+        yield not_checked("served: target", f"{info.get('model_path')} is no folder here")
+    elif digest != target.digest:
+        yield fault("served: target", f"the server's {info.get('model_path')} is not {target.name}: its digest is {digest[:12]}")
+    else:
+        yield ok("served: target", f"{target.name}, digest {digest[:12]}")
+    quantization = info.get("speculative_draft_model_quantization")
+    if quantization not in (None, "unquant"):
+        told = f"the drafter is read as {quantization}: start with --speculative-draft-model-quantization unquant"
+        yield fault("served: quantization", told)
+
+
+def _digest(path: str) -> str | None:
+    try:
+        return Target(Path(path), path).digest if Path(path).is_dir() else None
+    except EyasError:
+        return None
+
+
+def _template(target: Target, prompts: Sequence[BenchPrompt]) -> Check:
+    """Our own tokenizer still renders the held-out prompts as it did when they were answered."""
+    name, tokenizer = "tokenizer: template", target.tokenizer()
+    for prompt in prompts:
+        ids: Any = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        if list(ids) != prompt.prompt_ids:
+            words = [tokenizer.encode(message["content"], add_special_tokens=False) for message in prompt.messages]
+            same = any(_contains(prompt.prompt_ids, ids) for ids in words)
+            what = "with another template" if same else "with other token ids"
+            told = f"{target.folder} renders held-out prompt {prompt.key[:12]} {what} than when it was answered"
+            return fault(name if same else "tokenizer: ids", told)
+    return ok(name, f"{len(prompts)} held-out prompts rendered as when they were answered")
+
+
+def _contains(ids: Sequence[int], part: Sequence[int]) -> bool:
+    return any(list(ids[start : start + len(part)]) == list(part) for start in range(len(ids) - len(part) + 1))
+
+
+class _Behaviour:
+    """The served steps beside replays of the trained drafter."""
+
+    def __init__(self, config: Config, target: Target, trained: Trained, read: Read, requests: Requests, draft_steps: int) -> None:
+        self._config, self._target, self._trained, self._read, self._requests = config, target, trained, read, requests
+        self._draft_steps = draft_steps
+        self._dtype = getattr(torch, config.engine.dtype)
+        self._device = pick_device(config.target.device)
+        self.served_length = _length([count for request in requests.served for count in request.accepted])
+        self.replayed_length: float | None = None
+
+    def checks(self) -> Iterator[Check]:
+        """Findings; sets ``replayed_length`` on the way."""
+        steps = sum(len(request.accepted) for request in self._requests.served)
+        if steps < LEAST_STEPS:
+            yield not_checked("served: steps", self._requests.reason or f"{steps} verify steps are too few to tell anything")
+            return
+        try:
+            supposed = self._as_read()
+            trained = self._trained_drafter()
+            followed = self._followed(sorted(self._layers_of_interest(supposed)))
+        except EyasError as error:
+            yield not_checked("served: steps", str(error))
+            return
+        if followed.agreement is not None and followed.agreement < OTHER_TARGET:
+            told = f"{followed.agreement:.0%} of the served tokens are what {self._target.name} would say: the server runs another model"
+            yield fault("served: text", told)
+            return
+        replay = Replay(trained, self._draft_steps, max(len(case.ids) for case in followed.cases))
+        healthy = replay.reading(self._trained.layers)
+        if set(healthy.layers) <= set(followed.layers):
+            self.replayed_length = _length([count for case in followed.cases for count in replay.accepted(healthy, case)])
+        if not set(supposed.layers) <= set(followed.layers):
+            yield not_checked("served: steps", f"the states of hidden_states{list(supposed.layers)} are not there to replay with")
+            return
+        known = misreadings(supposed, self._defaults(), followed.layers)
+        found = diagnose(replay, followed.cases, supposed, known, EXPLAINED[self._dtype])
+        yield from _verdict(found, supposed != healthy, EXPLAINED[self._dtype], self._lengths())
+        if followed.agreement is None:
+            yield not_checked("served: other layers", "the target does not fit into memory here, and the store has the trained layers only")
+
+    def _trained_drafter(self) -> Drafter:
+        drafter = self._trained.drafter.to(device=self._device, dtype=self._dtype).eval()
+        drafter.set_embedding(self._target.embedding(self._dtype).to(self._device))
+        return drafter
+
+    def _as_read(self) -> Reading:
+        """The trained drafter under the faults that the folder itself shows. Raises EyasError when its weights are others."""
+        read, trained = self._read, self._trained
+        layers = fed_layers(read, self._target) or trained.layers
+        own, written = trained.drafter.state_dict(), read.tensors
+        if len(layers) != trained.drafter.shape.num_aux:
+            raise EyasError(f"the engine feeds {len(layers)} layers, the drafter takes {trained.drafter.shape.num_aux}")
+        order = chunk_order(written["fc.weight"], own["fc.weight"], len(layers)) if "fc.weight" in written else None
+        if order is None or any(name not in written for name in own if name not in ("d2t", "t2d")):
+            raise EyasError("the export's weights are not those that were trained, there is nothing to replay")
+        theta, scaling, _ = read_rope(read.config)
+        reading = Reading(
+            tuple(layers[order.index(place)] for place in range(len(layers))),
+            "offsets",
+            theta,
+            None if scaling is None else tuple(sorted(scaling.items())),
+        )
+        if read.engine is None:  # the embedded engine tells offsets from ids itself
+            return reading
+        d2t = written.get("d2t")
+        if d2t is None and trained.drafter.d2t.any():
+            return replace(reading, draft_ids="lost")
+        same = d2t is None or torch.equal(d2t, own["d2t"].cpu())
+        return reading if same else replace(reading, draft_ids="absolute")
+
+    def _layers_of_interest(self, supposed: Reading) -> set[int]:
+        around = {k + shift for k in {*supposed.layers, *self._trained.layers} for shift in (-1, 0, 1)}
+        return {k for k in {*around, *self._defaults()} if 0 <= k < self._target.shape.num_layers}
+
+    def _defaults(self) -> tuple[int, ...]:
+        try:
+            defaults = self._target.default_layers()
+        except EyasError:
+            return self._trained.layers
+        return defaults if len(defaults) == len(self._trained.layers) else self._trained.layers
+
+    def _followed(self, layers: list[int]) -> Followed:
+        if fits(self._target, self._dtype, self._device):
+            return along_target(self._target, self._requests.served, layers, self._dtype, self._device)
+        return along_store(self._config.folder("states/greedy"), self._requests.served, self._dtype, self._device)
+
+    def _lengths(self) -> str:
+        replayed = "" if self.replayed_length is None else f", {self.replayed_length:.2f} as trained"
+        return f"acceptance length {self.served_length:.2f} served{replayed}"
+
+
+def _verdict(found: Diagnosis, faulty: bool, explained: float, lengths: str) -> Iterator[Check]:
+    told = f"{found.told} of {found.steps} verify steps"
+    if found.share < explained:
+        yield fault(
+            "served: steps",
+            f"{lengths}; the best replay tells {told}: something that is not among the known faults (precision, attention, another build)",
+        )
+    elif faulty and not found.culprits:
+        yield ok("served: steps", f"{told} as a drafter with the faults above does; {lengths}")
+    elif not found.culprits:
+        yield ok("served: steps", f"{told} as the trained drafter does offline; {lengths}")
+    for culprit in found.culprits:
+        yield fault(
+            f"served: {culprit.kind}", f"{_either(culprit, found.others)}: so replayed, {told} are told, else {found.supposed}; {lengths}"
+        )
+
+
+def _either(culprit: Misreading, others: Sequence[Misreading]) -> str:
+    return " (or: ".join([culprit.told, *(other.told for other in others)]) + ")" * len(others)
+
+
+def _length(accepted: Sequence[int]) -> float | None:
+    return sum(accepted) / len(accepted) + 1 if accepted else None

@@ -1,0 +1,255 @@
+"""Every planted fault is named, two at once are both named, and a healthy export is said to be healthy."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import eval.doctor as doctor_module
+from eval.checks import faults
+from eval.doctor import Examination, examine
+from eyas.cli import main
+from eyas.drafter import Drafter
+from eyas.files import read_object, write_json
+from eyas.folder import DrafterFolder
+from tests.eval.tiny_run import LAYERS, Plant, Run, serving, tiny_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return tiny_run(tmp_path_factory.mktemp("doctor"))
+
+
+def examined(run: Run, plant: Plant = lambda folder: folder, export: Path | None = None, target: Path | None = None) -> Examination:
+    with serving(run, plant, export, target) as url:
+        return examine(run.config, export or run.export, url, new_tokens=40)
+
+
+def named(found: Examination) -> set[str]:
+    return {check.name for check in faults(found.checks)}
+
+
+def shifted(by: int) -> Plant:
+    return lambda folder: replace(folder, layers=tuple(k + by for k in LAYERS))
+
+
+def swapped(*places: int) -> Plant:
+    return lambda folder: replace(folder, layers=tuple((folder.layers or ())[place] for place in places))
+
+
+def theta_lost(folder: DrafterFolder) -> DrafterFolder:
+    old = folder.drafter
+    drafter = Drafter(old.shape.model_copy(update={"rope_theta": 10000.0}))
+    drafter.load_state_dict(old.state_dict())
+    return replace(folder, drafter=drafter)
+
+
+def d2t_absolute(folder: DrafterFolder) -> DrafterFolder:
+    """As an engine that adds row numbers to target ids; what falls behind the vocabulary becomes token 0, lest the engine fail."""
+    drafter = folder.drafter
+    rows_D = torch.arange(len(drafter.d2t))
+    read_D = drafter.draft_ids_D + rows_D
+    drafter.d2t.copy_(torch.where(read_D < drafter.shape.vocab_size, read_D, 0) - rows_D)
+    return folder
+
+
+def d2t_lost(folder: DrafterFolder) -> DrafterFolder:
+    folder.drafter.d2t.zero_()
+    return folder
+
+
+def both(*plants: Plant) -> Plant:
+    def plant(folder: DrafterFolder) -> DrafterFolder:
+        for one in plants:
+            folder = one(folder)
+        return folder
+
+    return plant
+
+
+def test_a_healthy_export_is_healthy_and_its_served_steps_are_the_offline_ones(run: Run) -> None:
+    found = examined(run)
+    assert named(found) == set()
+    assert found.healthy
+    assert {check.name for check in found.checks if check.verdict == "not checked"} == set()
+    steps = next(check for check in found.checks if check.name == "served: steps")
+    count = int(steps.told.split()[0])
+    assert steps.told.startswith(f"{count} of {count} verify steps")
+    assert count > 100
+    assert found.served_length == found.replayed_length
+    assert found.served_length is not None
+    assert found.served_length > 1.5
+
+
+@pytest.mark.parametrize(
+    ("plant", "kinds"),
+    [
+        (shifted(1), {"layers"}),
+        (shifted(-1), {"layers"}),
+        (swapped(0, 2, 1), {"fc"}),
+        (swapped(2, 1, 0), {"fc"}),
+        (theta_lost, {"rope"}),
+        (d2t_absolute, {"d2t"}),
+        (d2t_lost, {"d2t"}),
+        (both(shifted(1), theta_lost), {"layers", "rope"}),
+        (both(shifted(1), swapped(0, 2, 1)), {"layers", "fc"}),
+        (both(swapped(1, 0, 2), theta_lost), {"fc", "rope"}),
+    ],
+)
+def test_what_a_server_reads_wrong_is_named_from_the_steps_it_accepts(run: Run, plant: Plant, kinds: set[str]) -> None:
+    found = examined(run, plant)
+    assert named(found) == {f"served: {kind}" for kind in kinds}
+    assert found.served_length is not None
+    assert found.replayed_length is not None
+    assert found.served_length < found.replayed_length - 0.2
+
+
+def test_the_layers_that_are_fed_are_told(run: Run) -> None:
+    told = next(check.told for check in examined(run, shifted(1)).checks if check.name == "served: layers")
+    assert "fed hidden_states[2, 3, 4] instead of [1, 2, 3]" in told
+
+
+@pytest.fixture
+def broken(run: Run, tmp_path: Path) -> Path:
+    """A copy of the export to be broken."""
+    return Path(shutil.copytree(run.export, tmp_path / "export"))
+
+
+def write_d2t_absolute(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"d2t": tensors["d2t"] + torch.arange(len(tensors["d2t"]))}, folder / "model.safetensors")
+
+
+def write_fc_swapped(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    parts = tensors["fc.weight"].chunk(3, dim=1)
+    save_file(tensors | {"fc.weight": torch.cat([parts[0], parts[2], parts[1]], dim=1)}, folder / "model.safetensors")
+
+
+def write_other_weights(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"norm.weight": tensors["norm.weight"] * 2}, folder / "model.safetensors")
+
+
+def change_config(folder: Path, **values: object) -> None:
+    config = read_object(folder / "config.json")
+    write_json(folder / "config.json", {key: value for key, value in (config | values).items() if value != "gone"})
+
+
+def write_rope_lost(folder: Path) -> None:
+    change_config(folder, rope_theta="gone", rope_parameters="gone")
+
+
+def write_ids_up(folder: Path) -> None:
+    config = read_object(folder / "config.json")
+    change_config(folder, eyas=config["eyas"] | {"captured_hidden_states": [2, 3, 4]})
+
+
+FOLDER_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "d2t absolute": (write_d2t_absolute, "export: d2t"),
+    "fc chunks swapped": (write_fc_swapped, "export: fc"),
+    "other weights": (write_other_weights, "export: weights"),
+    "rope lost": (write_rope_lost, "export: rope"),
+    "ids one up": (write_ids_up, "export: layers"),
+}
+
+
+@pytest.mark.parametrize("fault", FOLDER_FAULTS)
+def test_what_is_wrong_in_the_folder_is_named(run: Run, broken: Path, fault: str) -> None:
+    write, name = FOLDER_FAULTS[fault]
+    write(broken)
+    assert named(examined(run, export=broken)) == {name}
+
+
+def test_served_steps_are_explained_by_what_is_wrong_in_the_folder(run: Run, broken: Path) -> None:
+    write_fc_swapped(broken)
+    write_rope_lost(broken)
+    found = examined(run, export=broken)
+    assert named(found) == {"export: fc", "export: rope"}
+    steps = next(check for check in found.checks if check.name == "served: steps")
+    assert steps.verdict == "ok"
+    assert "as a drafter with the faults above does" in steps.told
+
+
+def test_one_fault_in_the_folder_and_one_in_the_engine_are_both_named(run: Run, broken: Path) -> None:
+    write_fc_swapped(broken)
+    assert named(examined(run, shifted(1), broken)) == {"export: fc", "served: layers"}
+
+
+@pytest.fixture
+def other_target(run: Run, tmp_path: Path) -> Path:
+    """A copy of the target whose tokenizer or template is to be changed."""
+    return Path(shutil.copytree(run.target.folder, tmp_path / "target"))
+
+
+def swap_letters(target: Path) -> None:
+    """Another tokenizer: two letters have changed their ids."""
+    tokenizer = read_object(target / "tokenizer.json")
+    words = tokenizer["model"]["vocab"]
+    words["e"], words["o"] = words["o"], words["e"]
+    write_json(target / "tokenizer.json", tokenizer)
+
+
+def change_template(target: Path) -> None:
+    path = target / "chat_template.jinja"
+    path.write_text(path.read_text().replace("a:{%", "assistant:{%"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([swap_letters], {"served: tokenizer"}),
+        ([change_template], {"served: template"}),
+        ([swap_letters, change_template], {"served: tokenizer", "served: template"}),
+    ],
+)
+def test_another_tokenizer_or_template_of_the_server_is_named(
+    run: Run, other_target: Path, changes: list[Callable[[Path], None]], names: set[str]
+) -> None:
+    for change in changes:
+        change(other_target)
+    assert named(examined(run, target=other_target)) == {"served: target", *names}
+
+
+@pytest.mark.parametrize(("change", "name"), [(swap_letters, "tokenizer: ids"), (change_template, "tokenizer: template")])
+def test_a_target_folder_whose_tokenizer_has_changed_since_training_is_named(
+    run: Run, other_target: Path, change: Callable[[Path], None], name: str
+) -> None:
+    change(other_target)
+    moved = run.config.model_copy(update={"target": run.config.target.model_copy(update={"model": str(other_target)})})
+    with serving(run, target=other_target) as url:
+        assert named(examine(moved, run.export, url, new_tokens=40)) == {"tokenizer: files", name}
+
+
+def test_a_target_too_large_for_the_memory_is_followed_by_its_stored_states(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "fits", lambda *_: False)
+    found = examined(run)
+    assert named(found) == set()
+    assert next(check.verdict for check in found.checks if check.name == "served: steps") == "ok"
+    assert "served: other layers" in {check.name for check in found.checks if check.verdict == "not checked"}
+    assert named(examined(run, swapped(2, 1, 0))) == {"served: fc"}
+
+
+def test_a_server_that_is_not_there_is_a_finding_and_the_folder_is_examined_all_the_same(run: Run, broken: Path) -> None:
+    write_fc_swapped(broken)
+    found = examine(run.config, broken, "http://127.0.0.1:9")
+    assert named(found) == {"export: fc", "served"}
+
+
+def test_the_command_starts_the_engine_prints_json_and_ends_with_1_on_a_fault(
+    run: Run, broken: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_fc_swapped(broken)
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(run.config.model_dump(mode="json")))
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(broken), "-c", str(config), "--json", "--prompts", "3", "--new-tokens", "30"])
+    assert ended.value.code == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["healthy"] is False
+    assert [check["name"] for check in told["checks"] if check["verdict"] == "fault"] == ["export: fc"]
