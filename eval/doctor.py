@@ -29,7 +29,7 @@ from eval.export_checks import Read, Trained, check_export, chunk_order, fed_lay
 from eval.launcher import serving
 from eval.loader_check import check_loader
 from eval.measurement import BenchPrompt
-from eval.replay import EXPLAINED, Diagnosis, Misreading, Reading, Replay, diagnose, misreadings
+from eval.replay import EXPLAINED, Diagnosis, Reading, Replay, diagnose, misreadings
 from eval.served import Rendering, Requests, ask, speculative_field
 from eval.served_states import Followed, along_store, along_target, fits
 from eyas import conventions
@@ -90,9 +90,9 @@ def examine(config: Config, export: Path, url: str | None = None, prompts: int =
     trained = read_trained(config, export, family)
     if trained is None:
         told = "neither a training run nor the export itself tells what was trained"
-        return Examination([not_checked("export", told), *_loader(config, export), *seen.checks])
+        return Examination([not_checked("export", told), *seen.checks])
     static = check_export(read, trained, target, config.engine.context)
-    checks = [*static, *_loader(config, export), *seen.checks]
+    checks = [*static, *_loader(config, export, trained), *seen.checks]
     if seen.requests is None:
         return Examination(checks)
     if (topk := seen.info.get("speculative_eagle_topk") or 1) > 1:
@@ -150,12 +150,12 @@ def _engine(config: Config, info: dict[str, Any]) -> tuple[Engine | None, str]:
     return None, ""
 
 
-def _loader(config: Config, export: Path) -> list[Check]:
+def _loader(config: Config, export: Path, trained: Trained) -> list[Check]:
     kind = config.engine.kind
     if kind == "embedded":
         return []
     try:
-        return check_loader(config, export, kind)
+        return check_loader(config, export, kind, trained.drafter, trained.layers)
     except EyasError as error:
         return [not_checked("loader", str(error))]
 
@@ -311,14 +311,10 @@ def _verdict(found: Diagnosis, faulty: bool, explained: float, lengths: str) -> 
         yield ok("served: steps", f"{told} as a drafter with the faults above does; {lengths}")
     elif not found.culprits:
         yield ok("served: steps", f"{told} as the trained drafter does offline; {lengths}")
+    others = [" and ".join(one.told for one in group) for group in found.others]
+    either = f" (as well: {'; or '.join(others)})" if others else ""
     for culprit in found.culprits:
-        yield fault(
-            f"served: {culprit.kind}", f"{_either(culprit, found.others)}: so replayed, {told} are told, else {found.supposed}; {lengths}"
-        )
-
-
-def _either(culprit: Misreading, others: Sequence[Misreading]) -> str:
-    return " (or: ".join([culprit.told, *(other.told for other in others)]) + ")" * len(others)
+        yield fault(f"served: {culprit.kind}", f"{culprit.told}{either}: so replayed, {told} are told, else {found.supposed}; {lengths}")
 
 
 def _length(accepted: Sequence[int]) -> float | None:

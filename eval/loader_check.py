@@ -7,7 +7,6 @@ whole. ``eval/loader_probe.py`` runs it in the engine's interpreter, with the fl
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +17,10 @@ from eval.checks import Check, fault, not_checked, ok
 from eval.command import Launch, launch
 from eval.loader_probe import RESULT
 from eyas.config import Config
-from eyas.drafter import rope_table
+from eyas.drafter import Drafter, DrafterShape, rope_table
 from eyas.errors import EyasError
-from eyas.folder import DrafterFolder, read_drafter
 
+EngineName = Literal["sglang", "vllm"]
 LIMIT_S = 900.0
 LOADED_BY = {"sglang": "LlamaForCausalLMEagle3", "vllm": "Eagle3LlamaForCausalLM"}
 _ANY_PORT = 1
@@ -30,17 +29,29 @@ _NEVER_LOADED = ("d2t", "t2d")
 _ROPE_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-3}
 
 
-def check_loader(config: Config, folder: Path, engine: Literal["sglang", "vllm"]) -> list[Check]:
-    """Load ``folder`` as ``engine`` does and judge what came of it.
+def check_loader(config: Config, folder: Path, engine: EngineName, drafter: Drafter, layers: tuple[int, ...] | None) -> list[Check]:
+    """Load ``folder`` as ``engine`` does and compare what it has then with ``drafter`` and the ``layers`` it was trained on.
 
     ``config.engine`` gives interpreter, flags and context; where it is for another engine, the Python that runs eyas is taken.
     Raises EyasError when that Python does not have the engine, or its loader fails or does not end.
     """
-    seen = probe(config, folder, engine)
-    return list(judge(seen, read_drafter(folder), config.engine.context, engine))
+    return judge(probe(config, folder, engine), engine, config.engine.context, drafter, layers)
 
 
-def probe(config: Config, folder: Path, engine: Literal["sglang", "vllm"]) -> dict[str, Any]:
+def judge(seen: dict[str, Any], engine: EngineName, context: int, drafter: Drafter, layers: tuple[int, ...] | None) -> list[Check]:
+    """Compare what an engine was seen to have in memory (``loader_probe``) with what was trained."""
+    shape = drafter.shape
+    return [
+        _tensors(seen, engine),
+        _draft_ids(seen, drafter),
+        _layers(seen, layers),
+        _rope(seen, shape),
+        _positions(seen, context),
+        _config(seen, shape, engine),
+    ]
+
+
+def probe(config: Config, folder: Path, engine: EngineName) -> dict[str, Any]:
     """What ``loader_probe`` saw. Raises as ``check_loader``."""
     if config.engine.kind != engine:
         config = config.model_copy(update={"engine": type(config.engine)(kind=engine, context=config.engine.context)})
@@ -74,47 +85,30 @@ def _reason(stderr: str, engine: str) -> str:
     return said[:300]
 
 
-def judge(seen: dict[str, Any], folder: DrafterFolder, context: int, engine: Literal["sglang", "vllm"]) -> Iterator[Check]:
-    """Compare what the engine has in memory with what ``folder`` means."""
-    shape = folder.drafter.shape
-    yield from _tensors(seen, engine)
-    yield _draft_ids(seen, folder)
-    yield _layers(seen, folder)
-    yield _rope(seen, folder)
-    config = seen["config"]
-    positions = config["max_position_embeddings"]
-    if positions < context:
-        yield fault("loader: positions", f"{positions:,}, fewer than the context of {context:,} (engine.context): export again")
-    else:
-        yield ok("loader: positions", f"{positions:,}, the context is {context:,}")
-    wanted = {"draft_vocab_size": shape.draft_vocab_size, "num_aux_hidden_states": shape.num_aux, "tie_word_embeddings": False}
-    wrong = [f"{name} is {config[name]}, must be {value}" for name, value in wanted.items() if config[name] != value]
-    wrong += [] if seen["class"] == LOADED_BY[engine] else [f"it is loaded as {seen['class']}, not as {LOADED_BY[engine]}"]
-    yield fault("loader: config", "; ".join(wrong)) if wrong else ok("loader: config", f"{seen['class']} of {engine} {seen['version']}")
-
-
-def _tensors(seen: dict[str, Any], engine: str) -> Iterator[Check]:
-    loaded = {name: tensor for name, tensor in seen["tensors"].items() if name not in _NEVER_LOADED or tensor["written"]}
+def _tensors(seen: dict[str, Any], engine: str) -> Check:
+    refused = {name: tensor["refused"] for name, tensor in seen["tensors"].items() if tensor["refused"]}
+    loaded = {name: tensor for name, tensor in seen["tensors"].items() if name not in refused}
+    loaded = {name: tensor for name, tensor in loaded.items() if name not in _NEVER_LOADED or tensor["written"]}
     skipped = [name for name, tensor in loaded.items() if not tensor["written"]]
     partly = [name for name, tensor in loaded.items() if 0 < tensor["written"] < tensor["elements"]]
     other = [name for name, tensor in loaded.items() if tensor["written"] and not tensor["equal"]]
     unset = [name for name in seen["unset"] if not name.endswith(_FROM_TARGET)]
     unset = [name for name in unset if name != "draft_id_to_target_id" or "d2t" in seen["tensors"]]  # a missing d2t is said below
     wrong = [
+        *(f"{engine} refuses {name}: {why}" for name, why in refused.items()),
         *(f"{name} is not known to {engine} and was skipped" for name in skipped),
         *(f"{name} was loaded in part" for name in partly),
         *(f"{name} has other values in memory than in the file" for name in other),
         *(f"{name} got no values" for name in unset),
     ]
     if wrong:
-        yield fault("loader: tensors", "; ".join(wrong))
-    else:
-        yield ok("loader: tensors", f"{len(loaded)} loaded, each with the file's values; the embedding is the target's")
+        return fault("loader: tensors", "; ".join(wrong))
+    return ok("loader: tensors", f"{len(loaded)} loaded, each with the file's values; the embedding is the target's")
 
 
-def _draft_ids(seen: dict[str, Any], folder: DrafterFolder) -> Check:
+def _draft_ids(seen: dict[str, Any], drafter: Drafter) -> Check:
     ids = seen["draft_ids"]
-    own = folder.drafter.draft_ids_D.tolist()
+    own = drafter.draft_ids_D.tolist()
     if ids is None:
         ids = list(range(len(own)))
     wrong = sum(one != other for one, other in zip(ids, own, strict=False)) + abs(len(ids) - len(own))
@@ -125,20 +119,20 @@ def _draft_ids(seen: dict[str, Any], folder: DrafterFolder) -> Check:
     return fault("loader: d2t", f"{wrong:,} of {len(own):,} draft ids stand for other tokens: {why}")
 
 
-def _layers(seen: dict[str, Any], folder: DrafterFolder) -> Check:
+def _layers(seen: dict[str, Any], layers: tuple[int, ...] | None) -> Check:
     name = "loader: layers"
-    if folder.layers is None:
+    if layers is None:
         return not_checked(name, "the folder does not say which hidden_states it was trained on")
     if seen["captures"] is None:
         return not_checked(name, f"the target cannot be built here ({seen['captures_unknown']})")
     told = f"ids {seen['ids']} make the engine capture hidden_states{seen['captures']}"
-    if tuple(seen["captures"]) == folder.layers:
+    if tuple(seen["captures"]) == layers:
         return ok(name, told)
-    return fault(name, f"{told}, trained were hidden_states{list(folder.layers)}: export for this version (engine.version)")
+    return fault(name, f"{told}, trained were hidden_states{list(layers)}: export for this version (engine.version)")
 
 
-def _rope(seen: dict[str, Any], folder: DrafterFolder) -> Check:
-    shape, table = folder.drafter.shape, seen["rope"]
+def _rope(seen: dict[str, Any], shape: DrafterShape) -> Check:
+    table = seen["rope"]
     if not table:
         return not_checked("loader: rope", "the engine keeps no table of rotary factors")
     rows = torch.tensor(table["rows"])
@@ -150,4 +144,23 @@ def _rope(seen: dict[str, Any], folder: DrafterFolder) -> Check:
         return ok("loader: rope", f"{told}: the same factors at positions {', '.join(map(str, table['positions']))}")
     config = seen["config"]
     has = config["rope_parameters"] or {"rope_theta": config["rope_theta"], "rope_scaling": config["rope_scaling"]}
-    return fault("loader: rope", f"the folder says {told}, the engine turns by other angles; it read {json.dumps(has)}")
+    return fault("loader: rope", f"trained with {told}, the engine turns by other angles; it read {json.dumps(has)}")
+
+
+def _positions(seen: dict[str, Any], context: int) -> Check:
+    positions = seen["config"]["max_position_embeddings"]
+    told = f"{positions:,}, the context is {context:,}"
+    return ok("loader: positions", told) if positions >= context else fault("loader: positions", f"{told} (engine.context): export again")
+
+
+def _config(seen: dict[str, Any], shape: DrafterShape, engine: EngineName) -> Check:
+    config = seen["config"]
+    wanted = {
+        "draft_vocab_size": shape.draft_vocab_size,
+        "num_aux_hidden_states": shape.num_aux,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": shape.rms_norm_eps,
+    }
+    wrong = [f"{name} is {config[name]}, must be {value}" for name, value in wanted.items() if config[name] != value]
+    wrong += [] if seen["class"] == LOADED_BY[engine] else [f"it is loaded as {seen['class']}, not as {LOADED_BY[engine]}"]
+    return fault("loader: config", "; ".join(wrong)) if wrong else ok("loader: config", f"{seen['class']} of {engine} {seen['version']}")

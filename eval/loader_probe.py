@@ -31,7 +31,7 @@ def observed(model: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any
     unset = {name: _unset(parameter) for name, parameter in parameters.items()}
     tensors = {}
     for name, tensor in weights:
-        model.load_weights([(name, tensor)])
+        refused = _refused(model, name, tensor)
         written, equal, into = 0, True, []
         for parameter_name, parameter in parameters.items():
             now = _unset(parameter)
@@ -45,8 +45,17 @@ def observed(model: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any
             equal = equal and torch.equal(values[: len(own)], own) and not bool(values[len(own) :].any())
             written += min(len(values), len(own))
             into.append(parameter_name)
-        tensors[name] = {"elements": tensor.numel(), "written": written, "into": into, "equal": equal}
+        tensors[name] = {"elements": tensor.numel(), "written": written, "into": into, "equal": equal, "refused": refused}
     return {"tensors": tensors, "unset": [name for name, mask in unset.items() if bool(mask.any())]}
+
+
+def _refused(model: Any, name: str, tensor: Tensor) -> str | None:
+    """Give the tensor to the engine; what it says when it will not have it, in one line."""
+    try:
+        model.load_weights([(name, tensor)])
+    except Exception as error:  # noqa: BLE001 - whatever the engine raises is the finding
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
 
 
 def _unset(parameter: nn.Parameter) -> Tensor:

@@ -87,7 +87,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def _by_ps() -> list[Process]:
-    """Where there is no /proc. Sessions are not told in one way everywhere: the process group, which the keeper leads too, stands for it."""
+    """Where there is no /proc. Not every ps tells sessions: the process group, which the keeper leads too, stands for it."""
     columns = "pid=,ppid=,pgid=,state=,time=,comm="
     lines = subprocess.run(["ps", "-A", "-o", columns], capture_output=True, text=True, check=True).stdout.splitlines()
     rows = [fields for line in lines if len(fields := line.split(maxsplit=5)) == 6]

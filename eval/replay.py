@@ -26,8 +26,8 @@ Kind = Literal["layers", "fc", "d2t", "rope"]
 CHANCE = 1e-4
 CERTAIN = 0.995
 """Share of verify steps that the supposed reading must tell, lest others be tried at all."""
-FIRST_LOOK, CLEARLY_LESS = 40, 2 / 3
-"""A misreading is given up when after so many steps it is wrong more often than this share of what it is compared with."""
+CLEARLY_LESS, SLACK = 2 / 3, 2
+"""A misreading must be wrong less often than this share of what it is compared with, a few steps aside."""
 GREEDY = AcceptanceRule(0.0, 0)
 EXPLAINED = {torch.float32: 0.98, torch.bfloat16: 0.9}
 """Share of verify steps that a replay must tell to be an explanation. In bfloat16 near-ties fall out either way."""
@@ -79,12 +79,12 @@ class Misreading:
 class Diagnosis:
     """What explains the served steps.
 
-    culprits: the misreadings (none: the drafter is read as supposed). others: as many others of one kind that explain them as well.
+    culprits: the misreadings (none: the drafter is read as supposed, or nothing known explains it). others: what explains as much.
     told: steps that the explanation predicts, of ``steps``; supposed: those that the supposed reading predicts.
     """
 
     culprits: tuple[Misreading, ...]
-    others: tuple[Misreading, ...]
+    others: tuple[tuple[Misreading, ...], ...]
     told: int
     supposed: int
     steps: int
@@ -173,32 +173,36 @@ LOST_THETA = 10000.0
 
 
 def diagnose(replay: Replay, cases: Sequence[Case], supposed: Reading, known: Sequence[Misreading], explained: float) -> Diagnosis:
-    """Find which of the ``known`` misreadings, alone or two of different kinds, tell the served steps better than the supposed reading.
+    """Find which of the ``known`` misreadings, alone or two of different kinds, tells the served steps better than the supposed reading.
 
-    ``explained``: share of steps that a single one must tell, lest pairs be tried.
+    ``explained``: share of the steps that a reading must tell. Pairs are tried when neither the supposed reading nor a single one does.
     """
     plain = _right(replay, cases, supposed)
-    steps, best = len(plain), plain
-    culprits: tuple[Misreading, ...] = ()
-    others: list[Misreading] = []
+    steps = len(plain)
     for size, enough in ((1, CERTAIN), (2, explained)):
-        if sum(best) >= enough * steps:
+        if sum(plain) >= enough * steps:
             break
-        tried = [(group, _right(replay, cases, _applied(supposed, group), than=best)) for group in _groups(known, size)]
-        better = [(group, right) for group, right in tried if right and _is_better(right, best)]
+        tried = [(group, _right(replay, cases, _applied(supposed, group), plain, explained)) for group in _groups(known, size)]
+        better = [(group, right) for group, right in tried if right and _is_better(right, plain)]
         if better:
             culprits, best = max(better, key=lambda item: sum(item[1]))
-            others = [group[0] for group, right in better if size == 1 and sum(right) == sum(best) and group != culprits]
-    return Diagnosis(culprits, tuple(others), sum(best), sum(plain), steps)
+            others = [group for group, right in better if sum(right) == sum(best) and group != culprits]
+            return Diagnosis(culprits, tuple(others), sum(best), sum(plain), steps)
+    return Diagnosis((), (), sum(plain), sum(plain), steps)
 
 
-def _right(replay: Replay, cases: Sequence[Case], reading: Reading, than: Sequence[bool] | None = None) -> list[bool]:
-    """For each served step: the replay accepts as many. Empty as soon as it is not clearly wrong less often than ``than``."""
+def _right(replay: Replay, cases: Sequence[Case], reading: Reading, than: Sequence[bool] = (), explained: float = 0.0) -> list[bool]:
+    """For each served step: the replay accepts as many. Empty when it is too often wrong to be an explanation better than ``than``."""
     right: list[bool] = []
+    wrong = wrong_than = 0
     for case in cases:
-        right += [served == replayed for served, replayed in zip(case.accepted, replay.accepted(reading, case), strict=True)]
-        if than is not None and len(right) >= FIRST_LOOK and right.count(False) > CLEARLY_LESS * than[: len(right)].count(False):
-            return []
+        for served, replayed in zip(case.accepted, replay.accepted(reading, case), strict=True):
+            right.append(served == replayed)
+            wrong += served != replayed
+            if than:
+                wrong_than += not than[len(right) - 1]
+                if wrong > min((1 - explained) * len(right), CLEARLY_LESS * wrong_than) + SLACK:
+                    return []
     return right
 
 

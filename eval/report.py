@@ -79,7 +79,8 @@ def make_report(config: Config, bench_folder: Path, measured: Manifest) -> Repor
     temperature = float(measured.config["eval"]["temperature"])
     summary = summarise(read_measurements(bench_folder), temperature, config.eval.bootstrap, config.seed)
     recorded = read_conditions(bench_folder)
-    arguments = compare_arguments(measured.holds.get("servers", {}), measured.holds.get("equalised", {}))
+    apart = {} if _switched(measured) else measured.holds.get("servers", {})  # one server has nothing to be compared with
+    arguments = compare_arguments(apart, measured.holds.get("equalised", {}))
     return Report(
         headline=headline(summary),
         summary=summary,

@@ -109,8 +109,10 @@ def export(
     folder = run_export(loaded)
     if check is not None:
         from eval.loader_check import check_loader
+        from eyas.folder import read_drafter
 
-        _tell(check_loader(loaded, folder, check.value), str(folder))
+        written = read_drafter(folder)
+        _tell(check_loader(loaded, folder, check.value, written.drafter, written.layers), str(folder))
 
 
 @app.command()

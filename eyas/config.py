@@ -169,7 +169,9 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> "EngineConfig":
         if self.kind == "embedded" and (self.python or self.container or self.version or self.flags or self.draft_flags):
-            raise ValueError("python, container, version, flags and draft_flags are for sglang and vllm; the embedded engine runs in eyas itself")
+            raise ValueError(
+                "python, container, version, flags and draft_flags are for sglang and vllm; the embedded engine runs in eyas itself"
+            )
         if self.python and self.container:
             raise ValueError("python and container: a container brings its own python3, name one of the two")
         if self.topk > 1 and self.kind != "sglang":
@@ -247,7 +249,9 @@ class Config(Section):
             raise ValueError("drafter: intermediate_size shapes a fresh drafter; a warm start keeps its own")
         levels = self.eval.concurrency
         if self.engine.kind == "embedded" and levels != [1]:
-            raise ValueError(f"eval.concurrency {levels}: the embedded engine decodes one request at a time; leave it at [1], or name the engine.kind")
+            raise ValueError(
+                f"eval.concurrency {levels}: the embedded engine decodes one request at a time; leave it at [1], or name the engine.kind"
+            )
         if len(set(levels)) < len(levels):
             raise ValueError(f"eval.concurrency {levels}: a level is there twice")
         if max(self.sweep.topk) > 1 and self.engine.kind != "sglang":

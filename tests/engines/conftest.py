@@ -12,6 +12,7 @@ from data_prep.template import prompt_ids
 from eyas.config import SourceConfig, TargetConfig
 from eyas.target import Target, open_target
 from tests.engines.served import SGLANG, STAND_IN, Text
+from tests.fitted import Fitted
 
 PROMPTS = 12
 TOKENS = 48
@@ -41,6 +42,12 @@ def texts(target: Target, chats: list[list[dict[str, str]]]) -> list[Text]:
             whole_1T = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False)
         found.append((ids, whole_1T[0, len(ids) :].tolist()))
     return found
+
+
+@pytest.fixture(scope="session")
+def known(fitted: Fitted) -> list[Text]:
+    """The texts that the fitted drafter knows."""
+    return [(text.prompt_ids, text.reply_ids) for text in fitted.texts]
 
 
 @pytest.fixture(scope="session")

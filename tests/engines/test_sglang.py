@@ -36,12 +36,6 @@ def tree(sglang: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, texts
 
 
 @pytest.fixture(scope="module")
-def known(fitted: Fitted) -> list[Text]:
-    """The texts that the fitted drafter knows."""
-    return [(text.prompt_ids, text.reply_ids) for text in fitted.texts]
-
-
-@pytest.fixture(scope="module")
 def fitted_chain(
     sglang: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, fitted: Fitted, known: list[Text], chats: Chats
 ) -> Served:

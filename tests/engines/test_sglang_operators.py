@@ -304,8 +304,9 @@ def test_a_tree_mask_says_what_new_tokens_see_of_each_other(kernels: ModuleType)
     torch.testing.assert_close(pool.extend(flat), expected.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_in_bfloat16_sums_are_made_in_float32(kernels: ModuleType) -> None:
-    pool = Pool(4, 2, 8, 8, torch.bfloat16)
+@pytest.mark.parametrize("latent", [False, True])
+def test_in_bfloat16_every_number_is_right_to_the_last_place(kernels: ModuleType, latent: bool) -> None:
+    pool = Pool(4, 1 if latent else 2, 10, 6, torch.bfloat16, latent)
     out = pool.extend()
     assert out.dtype == torch.bfloat16
     expected = pool.expected(lambda _, i, j: j <= i)

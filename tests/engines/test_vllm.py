@@ -39,12 +39,6 @@ def starter(tmp_path_factory: pytest.TempPathFactory, texts: list[Text], chats: 
 
 
 @pytest.fixture(scope="module")
-def known(fitted: Fitted) -> list[Text]:
-    """The texts that the fitted drafter knows."""
-    return [(text.prompt_ids, text.reply_ids) for text in fitted.texts]
-
-
-@pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory, fitted: Fitted, known: list[Text], chats: Chats) -> Served:
     """The fitted drafter, on a server that does not report acceptance per request, as all did before 0.32: its counters tell."""
     flags = VLLM["flags"] | {"per-request-spec-decode-metrics": False}

@@ -316,6 +316,11 @@ def test_the_report_of_legs_tells_the_conditions_of_each(report_of_legs):
     assert "the baseline before and after the drafters" in text
 
 
+def test_one_server_for_all_variants_has_nothing_to_be_compared_with(config):
+    record(config, measurements(), servers={"none": {"version": "eyas", "eyas": {}}, "result": {"version": "eyas", "eyas": {}}})
+    assert "Server arguments compared" not in (write_report(config).parent / "report.md").read_text()
+
+
 def test_an_engines_own_figure_stands_under_its_own_name(report, report_of_legs):
     assert "| embedded engine: spec_accept_length | verify steps |" in (report.parent / "report.md").read_text()
     assert "| SGLang: spec_accept_length | verify steps |" in (report_of_legs.parent / "report.md").read_text()

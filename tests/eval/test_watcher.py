@@ -48,8 +48,9 @@ def test_earlier_starts_tell_how_long_it_still_takes(toy: ToyRun) -> None:
     toy.servers.mkdir(parents=True)
     phases = {"begin": 1.0, "process groups": 0.0, "weights": 300.0, "memory pool": 10.0, "warm-up": 20.0, "first token": 1.0}
     row = {"engine": "sglang", "model": str(toy.target), "variant": "none", "begun_at": 0.0, "phases": phases}
-    other = row | {"model": "another", "phases": {"weights": 9000.0}}
-    (toy.servers / HISTORY).write_text("".join(json.dumps(line) + "\n" for line in (row, other)))
+    longer = {"phases": phases | {"weights": 5000.0}}
+    others = [row | longer | {"variant": "starter"}, row | longer | {"model": "another"}]
+    (toy.servers / HISTORY).write_text("".join(json.dumps(line) + "\n" for line in (row, *others)))
     with watched(toy, "hang") as (watch, _):
         sight = loading(watch)
     assert sight.left_s == pytest.approx(331.0, abs=5.0)

@@ -100,9 +100,9 @@ def decode_attention_cpu(
 
 
 def _attend(q_QHK: Tensor, k_SGK: Tensor, v_SGV: Tensor, scaling: float, seen_QS: Tensor | None) -> Tensor:
-    """[Q, H, V], computed in float32."""
-    q_HQK, k_GSK, v_GSV = (x.float().transpose(0, 1) for x in (q_QHK, k_SGK, v_SGV))
-    return scaled_dot_product_attention(q_HQK, k_GSK, v_GSV, seen_QS, scale=scaling, enable_gqa=True).transpose(0, 1).to(q_QHK.dtype)
+    """[Q, H, V]."""
+    q_HQK, k_GSK, v_GSV = (x.transpose(0, 1) for x in (q_QHK, k_SGK, v_SGV))
+    return scaled_dot_product_attention(q_HQK, k_GSK, v_GSV, seen_QS, scale=scaling, enable_gqa=True).transpose(0, 1)
 
 
 def _lists(*tensors: Tensor) -> list[tuple[int, ...]]:
