@@ -122,7 +122,7 @@ def model_path(config: Config) -> str:
         if config.target.model != "package:smollm2":
             raise EyasError(f"target.model: no packaged target {config.target.model!r}, there is 'package:smollm2'")
         return str(smollm2_folder())
-    return config.target.model.removeprefix("hub:")
+    return _expanded(config.target.model.removeprefix("hub:"))
 
 
 def is_loopback(host: str) -> bool:
@@ -192,9 +192,14 @@ def _vllm(config: Config, drafter: str | None, port: int) -> list[str]:
 def _drafter(name: str) -> tuple[str, str | None]:
     """Path or hub id as engines take it, and the hub revision."""
     if not name.startswith("hub:"):
-        return name, None
+        return _expanded(name), None
     repository, _, revision = name.removeprefix("hub:").partition("@")
     return repository, revision or None
+
+
+def _expanded(name: str) -> str:
+    """No shell reads the command, so nobody else puts the home folder in."""
+    return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
 def _more(flags: Flags, where: str, own: dict[str, str]) -> Flags:

@@ -16,34 +16,30 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
+from eval.behaviour import examine_behaviour
 from eval.bench import RESULT, bench_prompts
 from eval.checks import Check, fault, not_checked, ok, record
 from eval.clients import connect
-from eval.export_checks import Read, Trained, check_export, chunk_order, fed_layers, read_export, read_trained
+from eval.export_checks import Trained, check_export, read_export, read_trained
 from eval.launcher import serving
 from eval.loader_check import check_loader
 from eval.measurement import BenchPrompt
-from eval.replay import EXPLAINED, Diagnosis, Reading, Replay, diagnose, misreadings
-from eval.served import Rendering, Requests, ask, speculative_field
-from eval.served_states import Followed, along_store, along_target, fits
+from eval.served import Rendering, Requests, ask, aux_states, speculative_field
 from eyas import conventions
 from eyas.config import Config
 from eyas.conventions import Engine, family_of
-from eyas.drafter import Drafter
-from eyas.drafter_config import read_rope
 from eyas.errors import EyasError
-from eyas.target import Target, open_target, pick_device
+from eyas.target import Target, open_target
 
 PROMPTS, NEW_TOKENS = 8, 64
-LEAST_STEPS = 20
-OTHER_TARGET = 0.7
-"""Below this share of served tokens that are our target's own choice, the server runs another model."""
+STATES_OF = 32
+"""Tokens of which a server is asked for its hidden states: they travel as text."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,8 @@ class _Seen:
     info: dict[str, Any] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     requests: Requests | None = None
+    states_of: list[int] = field(default_factory=list)
+    states_TA: Tensor | None = None
 
 
 def examine(config: Config, export: Path, url: str | None = None, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Examination:
@@ -99,9 +97,8 @@ def examine(config: Config, export: Path, url: str | None = None, prompts: int =
         told = f"the server drafts trees (top-k {topk}), a replay follows chains: start it with top-k 1, or leave out --url"
         return Examination([*checks, not_checked("served: steps", told)])
     steps = seen.info.get("speculative_num_steps") or config.engine.draft_steps
-    behaviour = _Behaviour(config, target, trained, read, seen.requests, steps)
-    checks += behaviour.checks()
-    return Examination(checks, behaviour.served_length, behaviour.replayed_length)
+    behaviour = examine_behaviour(config, target, trained, read, seen.requests, steps, seen.states_of, seen.states_TA)
+    return Examination([*checks, *behaviour.checks], behaviour.served_length, behaviour.replayed_length)
 
 
 def _look_at_server(config: Config, target: Target, export: Path, url: str | None, prompts: int, new_tokens: int) -> _Seen:
@@ -120,6 +117,9 @@ def _look_at_server(config: Config, target: Target, export: Path, url: str | Non
                 with closing(Rendering(address, client, target.tokenizer())) as rendering:
                     seen.checks += [_template(target, asked), *rendering.checks(asked)]
                 seen.requests = ask(client, asked, new_tokens, speculative_field(seen.info, RESULT))
+                client.flush_cache()
+                seen.states_of = min((prompt.prompt_ids for prompt in asked), key=len)[:STATES_OF]
+                seen.states_TA = aux_states(address, seen.states_of)
     except EyasError as error:
         seen.checks.append(fault("served", str(error)))
     return seen
@@ -130,8 +130,10 @@ def _server(config: Config, export: Path, url: str | None) -> Iterator[str]:
     if url is not None:
         yield url
         return
-    chain = {"topk": 1, "draft_tokens": None} if config.engine.topk > 1 else {}  # a replay follows a chain, not a tree
-    config = config.model_copy(update={"engine": config.engine.model_copy(update=chain)})
+    changes: dict[str, Any] = {"topk": 1, "draft_tokens": None}  # a replay follows a chain, not a tree
+    if config.engine.kind == "sglang":
+        changes["flags"] = config.engine.flags | {"enable-return-hidden-states": True}
+    config = config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
     with serving(config, {RESULT: str(export)}, RESULT) as address:
         yield address
 
@@ -206,116 +208,3 @@ def _template(target: Target, prompts: Sequence[BenchPrompt]) -> Check:
 
 def _contains(ids: Sequence[int], part: Sequence[int]) -> bool:
     return any(list(ids[start : start + len(part)]) == list(part) for start in range(len(ids) - len(part) + 1))
-
-
-class _Behaviour:
-    """The served steps beside replays of the trained drafter."""
-
-    def __init__(self, config: Config, target: Target, trained: Trained, read: Read, requests: Requests, draft_steps: int) -> None:
-        self._config, self._target, self._trained, self._read, self._requests = config, target, trained, read, requests
-        self._draft_steps = draft_steps
-        self._dtype = getattr(torch, config.engine.dtype)
-        self._device = pick_device(config.target.device)
-        self.served_length = _length([count for request in requests.served for count in request.accepted])
-        self.replayed_length: float | None = None
-
-    def checks(self) -> Iterator[Check]:
-        """Findings; sets ``replayed_length`` on the way."""
-        steps = sum(len(request.accepted) for request in self._requests.served)
-        if steps < LEAST_STEPS:
-            yield not_checked("served: steps", self._requests.reason or f"{steps} verify steps are too few to tell anything")
-            return
-        try:
-            supposed = self._as_read()
-            trained = self._trained_drafter()
-            followed = self._followed(sorted(self._layers_of_interest(supposed)))
-        except EyasError as error:
-            yield not_checked("served: steps", str(error))
-            return
-        if followed.agreement is not None and followed.agreement < OTHER_TARGET:
-            told = f"{followed.agreement:.0%} of the served tokens are what {self._target.name} would say: the server runs another model"
-            yield fault("served: text", told)
-            return
-        replay = Replay(trained, self._draft_steps, max(len(case.ids) for case in followed.cases))
-        healthy = replay.reading(self._trained.layers)
-        if set(healthy.layers) <= set(followed.layers):
-            self.replayed_length = _length([count for case in followed.cases for count in replay.accepted(healthy, case)])
-        if not set(supposed.layers) <= set(followed.layers):
-            yield not_checked("served: steps", f"the states of hidden_states{list(supposed.layers)} are not there to replay with")
-            return
-        known = misreadings(supposed, self._defaults(), followed.layers)
-        found = diagnose(replay, followed.cases, supposed, known, EXPLAINED[self._dtype])
-        yield from _verdict(found, supposed != healthy, EXPLAINED[self._dtype], self._lengths())
-        if followed.agreement is None:
-            yield not_checked("served: other layers", "the target does not fit into memory here, and the store has the trained layers only")
-
-    def _trained_drafter(self) -> Drafter:
-        drafter = self._trained.drafter.to(device=self._device, dtype=self._dtype).eval()
-        drafter.set_embedding(self._target.embedding(self._dtype).to(self._device))
-        return drafter
-
-    def _as_read(self) -> Reading:
-        """The trained drafter under the faults that the folder itself shows. Raises EyasError when its weights are others."""
-        read, trained = self._read, self._trained
-        layers = fed_layers(read, self._target) or trained.layers
-        own, written = trained.drafter.state_dict(), read.tensors
-        if len(layers) != trained.drafter.shape.num_aux:
-            raise EyasError(f"the engine feeds {len(layers)} layers, the drafter takes {trained.drafter.shape.num_aux}")
-        order = chunk_order(written["fc.weight"], own["fc.weight"], len(layers)) if "fc.weight" in written else None
-        if order is None or any(name not in written for name in own if name not in ("d2t", "t2d")):
-            raise EyasError("the export's weights are not those that were trained, there is nothing to replay")
-        theta, scaling, _ = read_rope(read.config)
-        reading = Reading(
-            tuple(layers[order.index(place)] for place in range(len(layers))),
-            "offsets",
-            theta,
-            None if scaling is None else tuple(sorted(scaling.items())),
-        )
-        if read.engine is None:  # the embedded engine tells offsets from ids itself
-            return reading
-        d2t = written.get("d2t")
-        if d2t is None and trained.drafter.d2t.any():
-            return replace(reading, draft_ids="lost")
-        same = d2t is None or torch.equal(d2t, own["d2t"].cpu())
-        return reading if same else replace(reading, draft_ids="absolute")
-
-    def _layers_of_interest(self, supposed: Reading) -> set[int]:
-        around = {k + shift for k in {*supposed.layers, *self._trained.layers} for shift in (-1, 0, 1)}
-        return {k for k in {*around, *self._defaults()} if 0 <= k < self._target.shape.num_layers}
-
-    def _defaults(self) -> tuple[int, ...]:
-        try:
-            defaults = self._target.default_layers()
-        except EyasError:
-            return self._trained.layers
-        return defaults if len(defaults) == len(self._trained.layers) else self._trained.layers
-
-    def _followed(self, layers: list[int]) -> Followed:
-        if fits(self._target, self._dtype, self._device):
-            return along_target(self._target, self._requests.served, layers, self._dtype, self._device)
-        return along_store(self._config.folder("states/greedy"), self._requests.served, self._dtype, self._device)
-
-    def _lengths(self) -> str:
-        replayed = "" if self.replayed_length is None else f", {self.replayed_length:.2f} as trained"
-        return f"acceptance length {self.served_length:.2f} served{replayed}"
-
-
-def _verdict(found: Diagnosis, faulty: bool, explained: float, lengths: str) -> Iterator[Check]:
-    told = f"{found.told} of {found.steps} verify steps"
-    if found.share < explained:
-        yield fault(
-            "served: steps",
-            f"{lengths}; the best replay tells {told}: something that is not among the known faults (precision, attention, another build)",
-        )
-    elif faulty and not found.culprits:
-        yield ok("served: steps", f"{told} as a drafter with the faults above does; {lengths}")
-    elif not found.culprits:
-        yield ok("served: steps", f"{told} as the trained drafter does offline; {lengths}")
-    others = [" and ".join(one.told for one in group) for group in found.others]
-    either = f" (as well: {'; or '.join(others)})" if others else ""
-    for culprit in found.culprits:
-        yield fault(f"served: {culprit.kind}", f"{culprit.told}{either}: so replayed, {told} are told, else {found.supposed}; {lengths}")
-
-
-def _length(accepted: Sequence[int]) -> float | None:
-    return sum(accepted) / len(accepted) + 1 if accepted else None

@@ -24,8 +24,9 @@ def memory_in_use() -> int | None:
 def holders() -> dict[int, int]:
     """Pid -> MiB of each process that holds GPU memory. Inside a container nvidia-smi may see none."""
     found: dict[int, int] = {}
-    for pid, used in _ask("--query-compute-apps=pid,used_memory") or []:
-        found[_number(pid)] = found.get(_number(pid), 0) + _number(used)
+    for row in _ask("--query-compute-apps=pid,used_memory") or []:
+        if len(row) == 2 and row[0].isdigit():  # else a remark
+            found[int(row[0])] = found.get(int(row[0]), 0) + _number(row[1])
     return found
 
 

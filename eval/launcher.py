@@ -25,7 +25,7 @@ from eval import gpu_memory
 from eval.clients import BASELINE
 from eval.command import JOB, Launch, is_loopback, launch, model_path
 from eval.environment import profile
-from eval.processes import MARK, STOP_S, began, free_port, is_alive, listeners, oom_kills, require_free
+from eval.processes import MARK, STOP_S, Family, began, command_of, free_port, is_alive, listeners, oom_kills, require_free
 from eval.starts import EMBEDDED, Start, forget, note_stop, read_end, read_start, recorded
 from eval.watcher import LOOK_S, Watch, wait_until_ready
 from eyas.config import Config
@@ -167,7 +167,10 @@ def _begin(config: Config, drafters: dict[str, str], variant: str | None, port: 
     name, default, drafter = _names(config, drafters, variant)
     folder = config.folder("servers") / name
     port = config.engine.port if port is None else port
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EyasError(f"cannot write {folder}: {error.strerror or error}") from error
     lock = FileLock(folder.parent / "lock", "another server of this run is being started at this moment")
     try:
         _require_alone(config)
@@ -175,6 +178,7 @@ def _begin(config: Config, drafters: dict[str, str], variant: str | None, port: 
             require_free(config.engine.host, port)
         prepared = launch(config, default, drafter, port or free_port(config.engine.host))
         _require_files(config, prepared, drafter)
+        _tell_holders()
         if config.engine.kind == "embedded":
             _write_job(config, folder, drafters, default, prepared)
         return _spawn(config, folder, default, prepared, owned)
@@ -250,6 +254,12 @@ def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") != 1
 
 
+def _tell_holders() -> None:
+    """Whoever has GPU memory now may be why a server finds too little, minutes later."""
+    for pid, used in gpu_memory.holders().items():
+        print(f"before the start: process {pid} ({command_of(pid)}) holds {used} MiB of GPU memory", file=sys.stderr)
+
+
 def _write_job(config: Config, folder: Path, drafters: dict[str, str], default: str, prepared: Launch) -> None:
     engine = config.engine.model_dump(mode="json") | {"port": int(prepared.url.rpartition(":")[2])}
     write_json(folder / JOB, {"config": config.model_dump(mode="json") | {"engine": engine}, "drafters": drafters, "default": default})
@@ -294,8 +304,8 @@ def _spawn(config: Config, folder: Path, variant: str, prepared: Launch, owned: 
         return _Running(folder, _told(keeper, folder, start, owned), keeper)
     except BaseException:  # an interrupt, too, must leave nothing behind
         keeper.kill()
-        if begun := read_start(folder):
-            _stop(_Running(folder, begun, keeper))
+        Family(keeper.pid, 0, start.mark).end()
+        keeper.wait()
         raise
 
 

@@ -23,7 +23,7 @@ from eyas.drafter import Drafter
 DraftIds = Literal["offsets", "absolute", "lost"]
 Kind = Literal["layers", "fc", "d2t", "rope"]
 # A misreading is named when chance would make it so much better than the reading it is compared with once in as many examinations.
-CHANCE = 1e-4
+CHANCE = 2e-3
 CERTAIN = 0.995
 """Share of verify steps that the supposed reading must tell, lest others be tried at all."""
 CLEARLY_LESS, SLACK = 2 / 3, 2

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eval.checks import Check, fault, not_checked, ok
@@ -52,6 +54,20 @@ def accepted_by_step(reply: Reply) -> list[int]:
     if first != 1 or len(steps) != reply.counts.verify_ct or sum(reply.pieces) != reply.completion_tokens:
         raise EyasError(f"the stream has {len(steps) + 1} pieces for 1 + {reply.counts.verify_ct} steps, so single steps cannot be told")
     return [tokens - 1 for tokens in steps[:-1]]
+
+
+def aux_states(url: str, ids: Sequence[int]) -> Tensor | None:
+    """The aux states [T, A] that the server hands its drafter along ``ids``; None from a server that does not return them.
+
+    SGLang started with --enable-return-hidden-states does. What it has in its prefix cache it leaves out.
+    """
+    body = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_hidden_states": True}
+    with Connection(url, 600.0) as server:
+        answer = server.answer("POST", "/generate", body)
+    states = (answer.json().get("meta_info") or {}).get("hidden_states") if answer.status_code == 200 else None
+    if not states or len(states[0]) != len(ids):
+        return None
+    return torch.tensor(states[0])
 
 
 def speculative_field(info: dict[str, Any], name: str) -> str | None:

@@ -146,9 +146,12 @@ class EngineConfig(Section):
         description="sglang, vllm: version that is to serve, e.g. 0.5.12; exports write layer ids as it reads them. None: the newest known",
     )
     environment: Path | None = Field(None, description="YAML file of environment variables for the server, proven in every worker")
-    flags: Flags = Field(default_factory=dict, description="more flags of the engine, without dashes: {tp: 8}; true is a bare flag")
+    flags: Flags = Field(
+        default_factory=dict, description="more flags of the engine, without dashes: {tp: 8}; true is a bare flag, false none"
+    )
     draft_flags: Flags = Field(
-        default_factory=dict, description="flags only with speculation: {speculative-draft-model-quantization: unquant}"
+        default_factory=dict,
+        description="flags only with speculation: {speculative-draft-model-quantization: unquant}; vllm: keys of its --speculative-config",
     )
     draft_steps: int = Field(3, ge=1, le=16, description="drafts in a row before a verify step")
     topk: int = Field(1, ge=1, le=64, description="branches a draft step; 1 is a chain, more is a tree (sglang)")

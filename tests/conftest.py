@@ -1,5 +1,6 @@
 """Fixtures that many tests share: the real small target."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ from eyas.config import TargetConfig
 from eyas.packaged_target import smollm2_folder
 from eyas.target import open_target
 from tests.fitted import Fitted, fitted_drafter
+
+# Started in a shell's background, tests would pass "ignore Ctrl-C" on to the commands that they interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

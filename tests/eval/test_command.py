@@ -90,6 +90,12 @@ def test_the_packaged_target_is_its_folder(smollm2: Path) -> None:
         launch(config({"model": "package:other"}), "none", None, 5)
 
 
+def test_home_folders_are_written_out() -> None:
+    command = launch(config({"model": "~/target"}), "result", "~/export", 5).command
+    assert command[command.index("--model-path") + 1] == str(Path.home() / "target")
+    assert command[command.index("--speculative-draft-model-path") + 1] == str(Path.home() / "export")
+
+
 @pytest.mark.parametrize(
     ("engine", "told"),
     [

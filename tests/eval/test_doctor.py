@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import eval.doctor as doctor_module
+import eval.served_states as states_module
 from eval.checks import faults
 from eval.doctor import Examination, examine
 from eyas.cli import main
@@ -76,7 +76,7 @@ def test_a_healthy_export_is_healthy_and_its_served_steps_are_the_offline_ones(r
     found = examined(run)
     assert named(found) == set()
     assert found.healthy
-    assert {check.name for check in found.checks if check.verdict == "not checked"} == set()
+    assert {check.name for check in found.checks if check.verdict == "not checked"} == {"served: states"}
     steps = next(check for check in found.checks if check.name == "served: steps")
     count = int(steps.told.split()[0])
     assert steps.told.startswith(f"{count} of {count} verify steps")
@@ -227,7 +227,7 @@ def test_a_target_folder_whose_tokenizer_has_changed_since_training_is_named(
 
 
 def test_a_target_too_large_for_the_memory_is_followed_by_its_stored_states(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_module, "fits", lambda *_: False)
+    monkeypatch.setattr(states_module, "fits", lambda *_: False)
     found = examined(run)
     assert named(found) == set()
     assert next(check.verdict for check in found.checks if check.name == "served: steps") == "ok"

@@ -29,7 +29,7 @@ def test_memory_is_summed_over_gpus(nvidia_smi: Callable[[str], None]) -> None:
 
 
 def test_a_process_is_summed_over_gpus(nvidia_smi: Callable[[str], None]) -> None:
-    nvidia_smi('[ "$1" = --query-compute-apps=pid,used_memory ] && printf "11, 70001\\n11, 4\\n12, [N/A]\\n"')
+    nvidia_smi('[ "$1" = --query-compute-apps=pid,used_memory ] && printf "11, 70001\\n11, 4\\n12, [N/A]\\nNo permission\\n[N/A], 5\\n"')
     assert holders() == {11: 70005, 12: 0}
 
 

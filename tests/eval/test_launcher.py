@@ -1,6 +1,7 @@
 """Servers begin, are found again and end as asked; whatever ends, no process is left. The toy engine takes SGLang's place."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import pytest
 import eval.launcher
 from eval.launcher import serving, wait
 from eval.processes import is_alive
-from eval.starts import HISTORY, read_end
+from eval.starts import HISTORY, read_end, read_start
 from eyas.errors import EyasError
 from eyas.files import write_json
 from tests.eval.toy_servers import LIMIT_S, ROOT, ToyRun, wait_for
@@ -148,7 +149,9 @@ class TestServing:
         assert "fired up" in first
         assert "fired up" in second
 
-    def test_gpu_memory_is_seen_free_before_it_is_over(self, toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gpu_memory_is_seen_free_before_it_is_over(
+        self, toy: ToyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         with serving(toy.config("ready"), {}, "none"):
             held, program = toy.folder / "held", toy.folder / "nvidia-smi"
             held.write_text(f"{toy.start().pid}, 70001\n")
@@ -157,6 +160,10 @@ class TestServing:
             program.chmod(0o755)
             monkeypatch.setenv("PATH", f"{toy.folder}{os.pathsep}{os.environ['PATH']}")
         assert held.read_text() == ""
+        held.write_text(f"{os.getpid()}, 70001\n")
+        with serving(toy.config("ready"), {}, "none"):
+            pass
+        assert re.search(rf"before the start: process {os.getpid()} \(.*python.*\) holds 70001 MiB", capsys.readouterr().err)
 
     def test_a_container_gets_its_environment_and_is_ended_though_it_left_the_session(
         self, toy: ToyRun, capsys: pytest.CaptureFixture[str]
@@ -330,6 +337,24 @@ def test_a_record_of_another_version_is_said_to_be_so(toy: ToyRun) -> None:
     with pytest.raises(EyasError, match=r"start\.json was written by another version of eyas"):
         wait(toy.config("ready"), None)
     (folder / "start.json").unlink()
+
+
+def test_an_interrupt_while_it_is_being_started_leaves_nothing(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(folder: Path) -> None:
+        wait_for(lambda: read_start(folder))
+        raise KeyboardInterrupt
+
+    config = toy.config("ready")
+    monkeypatch.setattr("eval.launcher.read_start", interrupt)
+    with pytest.raises(KeyboardInterrupt), serving(config, {}, "none"):
+        pass
+    assert toy.left() == []
+
+
+def test_an_output_that_cannot_be_written_is_named(toy: ToyRun) -> None:
+    (toy.folder / "out").write_text("in the way")
+    with pytest.raises(EyasError, match=r"cannot write .*/out/servers/none: Not a directory"), serving(toy.config("ready"), {}, "none"):
+        pass
 
 
 def test_a_server_that_cannot_be_kept_is_not_started(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def test_a_taken_port_is_refused_with_who_has_it() -> None:
         port = taken.getsockname()[1]
         assert listeners(port) == {os.getpid()}
         with pytest.raises(
-            EyasError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use by process {os.getpid()} \(.*pytest"
+            EyasError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use by process {os.getpid()} \(.*python"
         ):
             require_free("127.0.0.1", port)
     require_free("127.0.0.1", port)
