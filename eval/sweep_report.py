@@ -15,6 +15,8 @@ from eyas.files import write_json, write_text
 from eyas.manifest import versions
 
 NONE = "–"
+DRIFT = 1.1
+"""Fastest over slowest baseline of a sweep from which it is said aloud."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def write_report(folder: Path, result: SweepResult) -> None:
 
 def markdown(result: SweepResult, figure: bool) -> str:
     """The sweep as one page of Markdown."""
-    text = ["# Which speculation pays here?", f"**{result.sentence}**", *_recommendation(result)]
+    text = ["# Which speculation pays here?", f"**{result.sentence}**", *_drift(result), *_recommendation(result)]
     text += [f"Flags for {engine}:\n\n```\n{flags}\n```" for engine, flags in result.flags.items()]
     if figure:
         text.append("![Decoding rate by draft steps, measured and expected](sweep.svg)")
@@ -61,7 +63,7 @@ def terminal(result: SweepResult) -> RenderableType:
         for row in listing.rows:
             table.add_row(*(Text(cell) for cell in row))
         parts += [table, ""]
-    lines = [result.sentence, *_recommendation(result), *(f"{engine}: {flags}" for engine, flags in result.flags.items())]
+    lines = [result.sentence, *_drift(result), *_recommendation(result), *(f"{engine}: {flags}" for engine, flags in result.flags.items())]
     return Group(*parts, *(Text(line) for line in lines))
 
 
@@ -172,6 +174,17 @@ def _pretended(result: SweepResult) -> Listing:
         1,
         "The engine accepted so many tokens a cycle whatever the drafter said: the text means nothing, the times do.",
     )
+
+
+def _drift(result: SweepResult) -> list[str]:
+    """A warning where the baseline moved more than settings usually differ: intervals over prompts know nothing of the machine."""
+    legs = result.baseline_legs
+    if len(legs) < 2 or max(legs) <= DRIFT * min(legs):
+        return []
+    return [
+        f"Beware: the baseline itself moved between {min(legs):.1f} and {max(legs):.1f} tok/s while this was measured. Each point is set "
+        "against the baseline nearest to it, but the intervals do not hold what the machine did in between; take a quieter machine."
+    ]
 
 
 def _recommendation(result: SweepResult) -> list[str]:

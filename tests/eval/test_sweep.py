@@ -179,6 +179,12 @@ def test_the_report_has_every_number_and_a_figure(tmp_path):
     assert "sweep.svg" not in markdown(concluded([baseline(100.0)]), figure=False)
 
 
+def test_a_baseline_that_moves_is_said_aloud():
+    steady, moving = ([baseline(100.0), chain("result", [0.9], 0.012), baseline(second)] for second in (95.0, 80.0))
+    assert "Beware" not in markdown(concluded(steady), figure=False)
+    assert "Beware: the baseline itself moved between 80.0 and 100.0 tok/s" in markdown(concluded(moving), figure=False)
+
+
 # How it goes.
 
 
