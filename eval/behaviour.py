@@ -165,9 +165,8 @@ def _verdict(found: Diagnosis, faulty: bool, explained: float, lengths: Behaviou
     if found.culprits:
         return
     if found.share >= explained:
-        yield ok(
-            name, f"{told} as {'a drafter with the faults above does' if faulty else 'the trained drafter does offline'}; {lengths.lengths}"
-        )
+        whom = "a drafter with the faults above does" if faulty else "the trained drafter does offline"
+        yield ok(name, f"{told} as {whom}; {lengths.lengths}")
     elif not faulty and served >= NO_LOWER * replayed:
         yield ok(name, f"{told} as the trained drafter does offline, the others by rounding: no lower, {lengths.lengths}")
     else:

@@ -30,7 +30,7 @@ from eval.export_checks import Trained, check_export, read_export, read_trained
 from eval.launcher import serving
 from eval.loader_check import check_loader
 from eval.measurement import BenchPrompt
-from eval.served import Rendering, Requests, ask, aux_states, speculative_field
+from eval.served import Rendering, Requests, ask, aux_states, flush, speculative_field
 from eyas import conventions
 from eyas.config import Config
 from eyas.conventions import Engine, family_of
@@ -117,7 +117,7 @@ def _look_at_server(config: Config, target: Target, export: Path, url: str | Non
                 with closing(Rendering(address, client, target.tokenizer())) as rendering:
                     seen.checks += [_template(target, asked), *rendering.checks(asked)]
                 seen.requests = ask(client, asked, new_tokens, speculative_field(seen.info, RESULT))
-                client.flush_cache()
+                flush(client)
                 seen.states_of = min((prompt.prompt_ids for prompt in asked), key=len)[:STATES_OF]
                 seen.states_TA = aux_states(address, seen.states_of)
     except EyasError as error:

@@ -111,7 +111,7 @@ class Replay:
     def accepted(self, reading: Reading, case: Case) -> Iterator[int]:
         """Leading drafts that are the text's tokens, at the start of every served step in turn."""
         chain = DraftChain(self._read(reading), reading.layers, self._steps, self._capacity)
-        chain.draft_ids_D = self._draft_ids(reading.draft_ids)
+        chain.draft_ids_D = self.draft_ids(reading.draft_ids)
         aux_TA = torch.cat([case.states[layer] for layer in reading.layers], dim=-1)
         done, known = 0, case.prompt_tokens  # positions whose keys the chain has; tokens that are certain but the one in hand
         for served in case.accepted:
@@ -134,7 +134,8 @@ class Replay:
             self._turned[key] = drafter
         return self._turned[key]
 
-    def _draft_ids(self, kind: DraftIds) -> Tensor:
+    def draft_ids(self, kind: DraftIds) -> Tensor:
+        """Target token that each row of the head stands for when d2t is taken for ``kind``."""
         ids_D = self._drafter.draft_ids_D
         rows_D = torch.arange(len(ids_D), device=ids_D.device)
         if kind == "lost":
@@ -175,20 +176,21 @@ LOST_THETA = 10000.0
 def diagnose(replay: Replay, cases: Sequence[Case], supposed: Reading, known: Sequence[Misreading], explained: float) -> Diagnosis:
     """Find which of the ``known`` misreadings, alone or two of different kinds, tells the served steps better than the supposed reading.
 
-    ``explained``: share of the steps that a reading must tell. Pairs are tried when neither the supposed reading nor a single one does.
+    ``explained``: share of the steps that a culprit must tell. A pair must be better than the best single one, too.
     """
     plain = _right(replay, cases, supposed)
-    steps = len(plain)
-    for size, enough in ((1, CERTAIN), (2, explained)):
-        if sum(plain) >= enough * steps:
+    steps, best = len(plain), plain
+    found = Diagnosis((), (), sum(plain), sum(plain), steps)
+    for size in (1, 2):
+        if sum(best) >= CERTAIN * steps:
             break
-        tried = [(group, _right(replay, cases, _applied(supposed, group), plain, explained)) for group in _groups(known, size)]
-        better = [(group, right) for group, right in tried if right and _is_better(right, plain)]
+        tried = [(group, _right(replay, cases, _applied(supposed, group), best, explained)) for group in _groups(known, size)]
+        better = [(group, right) for group, right in tried if right and _is_better(right, best)]
         if better:
             culprits, best = max(better, key=lambda item: sum(item[1]))
-            others = [group for group, right in better if sum(right) == sum(best) and group != culprits]
-            return Diagnosis(culprits, tuple(others), sum(best), sum(plain), steps)
-    return Diagnosis((), (), sum(plain), sum(plain), steps)
+            others = tuple(group for group, right in better if sum(right) == sum(best) and group != culprits)
+            found = Diagnosis(culprits, others, sum(best), sum(plain), steps)
+    return found
 
 
 def _right(replay: Replay, cases: Sequence[Case], reading: Reading, than: Sequence[bool] = (), explained: float = 0.0) -> list[bool]:

@@ -79,6 +79,8 @@ class Handler(BaseHTTPRequestHandler):
             self._json(400 if self.server.busy >= 0 else 200, {"message": "Flush cache failed."})
         elif self.path == "/v1/chat/completions":
             self._chat(body)
+        elif self.path in ("/tokenize", "/detokenize"):
+            self._json(404, {"detail": "Not Found"})
         else:
             self._generate(body)
 

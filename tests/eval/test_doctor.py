@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import eval.doctor as doctor_module
 import eval.served_states as states_module
 from eval.checks import faults
 from eval.doctor import Examination, examine
@@ -89,13 +90,9 @@ def test_a_healthy_export_is_healthy_and_its_served_steps_are_the_offline_ones(r
 @pytest.mark.parametrize(
     ("plant", "kinds"),
     [
-        (shifted(1), {"layers"}),
         (shifted(-1), {"layers"}),
         (swapped(0, 2, 1), {"fc"}),
         (swapped(2, 1, 0), {"fc"}),
-        (theta_lost, {"rope"}),
-        (d2t_absolute, {"d2t"}),
-        (d2t_lost, {"d2t"}),
         (both(shifted(1), theta_lost), {"layers", "rope"}),
         (both(shifted(1), swapped(0, 2, 1)), {"layers", "fc"}),
         (both(swapped(1, 0, 2), theta_lost), {"fc", "rope"}),
@@ -109,9 +106,18 @@ def test_what_a_server_reads_wrong_is_named_from_the_steps_it_accepts(run: Run, 
     assert found.served_length < found.replayed_length - 0.2
 
 
-def test_the_layers_that_are_fed_are_told(run: Run) -> None:
-    told = next(check.told for check in examined(run, shifted(1)).checks if check.name == "served: layers")
-    assert "fed hidden_states[2, 3, 4] instead of [1, 2, 3]" in told
+@pytest.mark.parametrize(
+    ("plant", "name", "told"),
+    [
+        (shifted(1), "served: layers", "it is fed hidden_states[2, 3, 4] instead of [1, 2, 3]: so replayed"),
+        (theta_lost, "served: rope", "rope theta is 10000 instead of 50, as where a config has none: so replayed"),
+        # where nothing is accepted, nothing tells the one from the other
+        (d2t_absolute, "served: d2t", "d2t is taken for offsets, but what the engine has are target ids (as well: d2t is lost"),
+        (d2t_lost, "served: d2t", "d2t is taken for offsets, but what the engine has are target ids (as well: d2t is lost"),
+    ],
+)
+def test_what_is_read_wrong_is_told(run: Run, plant: Plant, name: str, told: str) -> None:
+    assert next(check.told for check in examined(run, plant).checks if check.name == name).startswith(told)
 
 
 @pytest.fixture
@@ -233,6 +239,41 @@ def test_a_target_too_large_for_the_memory_is_followed_by_its_stored_states(run:
     assert next(check.verdict for check in found.checks if check.name == "served: steps") == "ok"
     assert "served: other layers" in {check.name for check in found.checks if check.verdict == "not checked"}
     assert named(examined(run, swapped(2, 1, 0))) == {"served: fc"}
+
+
+def states_of(run: Run, *layers: int) -> Callable[[str, list[int]], torch.Tensor]:
+    """What SGLang would return of the states that it hands over."""
+    target = states_module.FromTarget(run.target, torch.float32, torch.device("cpu"))
+
+    def states(_: str, ids: list[int]) -> torch.Tensor:
+        along = target.along(ids)
+        return torch.cat([along[layer] for layer in layers], dim=-1)
+
+    return states
+
+
+def test_states_that_a_server_returns_tell_its_layers_even_where_nothing_is_accepted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "aux_states", states_of(run, 2, 3, 4))
+    assert named(examined(run, both(shifted(1), d2t_lost))) == {"served: states", "served: d2t"}
+    found = examined(run, both(shifted(1), theta_lost))
+    assert named(found) == {"served: states", "served: rope"}
+    told = next(check.told for check in found.checks if check.name == "served: states")
+    assert told.startswith("the server hands over hidden_states[2, 3, 4], relative error 0")
+    assert told.endswith("trained on hidden_states[1, 2, 3]")
+
+
+def test_states_of_the_trained_layers_are_recognised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "aux_states", states_of(run, *LAYERS))
+    found = examined(run)
+    assert {check.verdict for check in found.checks} == {"ok"}
+
+
+def test_a_state_of_no_known_layer_is_recognised_as_none() -> None:
+    states = {layer: torch.randn(6, 8, generator=torch.Generator().manual_seed(layer)) for layer in range(4)}
+    aux_TA = torch.cat([states[3] * 1.01, states[1], states[0] + states[2]], dim=-1)
+    found, error = states_module.recognised(aux_TA, states)
+    assert found == (3, 1, None)
+    assert error == pytest.approx(0.01, rel=1e-3)
 
 
 def test_a_server_that_is_not_there_is_a_finding_and_the_folder_is_examined_all_the_same(run: Run, broken: Path) -> None:

@@ -12,7 +12,7 @@ from eval.export import export
 from eyas.config import Config
 from eyas.drafter import Drafter
 from eyas.errors import EyasError
-from eyas.files import read_json, write_json
+from eyas.files import read_json, read_object, write_json
 from eyas.folder import drafter_config, read_drafter, tensor_contract, write_drafter
 from eyas.manifest import begin, finish, read_manifest
 from eyas.target import Target
@@ -122,3 +122,42 @@ def test_a_fault_in_the_written_file_is_found(
     with pytest.raises(EyasError, match=told):
         export(config)
     assert not read_manifest(config.folder("export")).complete
+
+
+def kimi_like(folder: Path) -> Target:
+    """The same target under a model_type that SGLang serves after DeepSeek's manner."""
+    target = tiny_target(folder, vocab_size=40)
+    write_json(folder / "config.json", target.config | {"model_type": "kimi_k2"})
+    return Target(folder, str(folder))
+
+
+def test_layer_ids_are_written_for_the_version_that_is_to_serve_and_others_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """hidden_states[3, 4, 4] of DeepSeek's kind: SGLang before 0.5.13 adds one to every list, later ones to none that begins with 3."""
+    target = kimi_like(tmp_path / "kimi")
+    layers = (3, 4, 4)
+    for version, ids in (("0.5.12", [2, 3, 3]), ("0.5.23", [3, 4, 4])):
+        config = tiny_config(tmp_path / version, target, kind="sglang", version=version)
+        drafter = tiny_drafter(target, 24)
+        write_drafter(config.folder("train") / "best", drafter, drafter_config(drafter.shape, layers, target), torch.bfloat16)
+        begin(config.folder("train"), "checkpoint", {"train": {}}, {"target": target.digest})
+        finish(config.folder("train"), {"layers": list(layers)})
+        folder = export(config)
+        assert read_object(folder / "config.json")["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
+        assert read_object(folder / "config.json")["eagle_aux_hidden_state_layer_ids"] == list(layers)
+        assert read_drafter(folder).layers == layers
+    said = capsys.readouterr().err
+    assert "sglang from 0.5.13 on reads hidden_states[2, 3, 3]: it needs an export of its own" in said
+    assert "sglang before 0.5.13 reads hidden_states[4, 5, 5]: it needs an export of its own" in said
+
+
+def test_an_export_that_every_version_reads_alike_says_nothing(tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    export(trained(tmp_path, target))
+    assert capsys.readouterr().err == ""
+
+
+def test_rope_is_written_both_ways_and_the_draft_vocabulary_always(tmp_path: Path, target: Target) -> None:
+    config = read_object(export(trained(tmp_path, target)) / "config.json")
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5000.0
+    assert config["draft_vocab_size"] == 24

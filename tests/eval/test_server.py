@@ -406,3 +406,26 @@ def test_what_cannot_be_served_is_refused(config: Config, asked: dict[str, Any],
     engine = config.engine.model_copy(update={"host": asked.get("host", config.engine.host)})
     with pytest.raises(EyasError, match=told):
         run_server(config.model_copy(update={"engine": engine}), asked.get("drafters", {}), asked.get("default"), asked.get("port", 0))
+
+
+def test_texts_and_chats_are_tokenised_as_they_would_be_served(http: httpx.Client, target: Target) -> None:
+    tokenizer, messages = target.tokenizer(), [{"role": "user", "content": "why?"}]
+    chat = http.post("/tokenize", json={"messages": messages, "add_generation_prompt": True}).json()
+    assert chat["tokens"] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert chat["count"] == len(chat["tokens"])
+    text = http.post("/tokenize", json={"prompt": "why?", "add_special_tokens": False}).json()
+    assert text["tokens"] == tokenizer.encode("why?", add_special_tokens=False)
+    assert http.post("/detokenize", json={"tokens": text["tokens"]}).json() == {"text": "why?"}
+    refused = http.post("/tokenize", json={"prompt": "why?", "messages": messages})
+    assert refused.status_code == 400
+    assert "either prompt or messages" in refused.json()["error"]["message"]
+
+
+def test_the_pieces_of_a_stream_are_the_verify_steps(url: str, engine: Engine) -> None:
+    expected = engine.generate(PROMPT, 20, drafter="result")
+    with Client(url) as client:
+        reply = client.generate(PROMPT, 20, 0.0, 0, "result")
+    assert list(reply.output_ids) == expected.output_ids
+    assert reply.pieces[0] == 1
+    assert [tokens - 1 for tokens in reply.pieces[1:-1]] == expected.accepted[:-1]
+    assert sum(reply.pieces) == reply.completion_tokens
