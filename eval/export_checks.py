@@ -123,7 +123,8 @@ def _weights(read: Read, trained: Trained) -> Iterator[Check]:
     missing = [tensor for tensor in weights if tensor not in written]
     unknown = [tensor for tensor in written if tensor not in own and not tensor.endswith("embed_tokens.weight")]
     other = [tensor for tensor in weights if tensor in written and not _same(written[tensor], own[tensor])]
-    if "fc.weight" in other and (order := chunk_order(written["fc.weight"], own["fc.weight"], trained.drafter.shape.num_aux)):
+    order = chunk_order(written["fc.weight"], own["fc.weight"], trained.drafter.shape.num_aux) if "fc.weight" in other else None
+    if order is not None:
         other.remove("fc.weight")
         places = ", ".join(str(place + 1) for place in order)
         yield fault("export: fc", f"fc.weight has the trained chunks in the order {places}: export again from {trained.folder}")
@@ -135,7 +136,7 @@ def _weights(read: Read, trained: Trained) -> Iterator[Check]:
     if wrong:
         yield fault(name, f"{'; '.join(wrong)}: not those of {trained.folder}, export again")
     else:
-        yield ok(name, f"{len(weights)} tensors as in {trained.folder}")
+        yield ok(name, f"{len(weights) - bool(order)} tensors as in {trained.folder}")
 
 
 def _same(written: Tensor, own: Tensor) -> bool:
@@ -190,13 +191,17 @@ def _rope(read: Read, trained: Trained) -> Check:
     except EyasError as error:
         return fault(name, f"{error}: export again")
     lacking = [key for key in ("rope_theta", "rope_parameters") if read.config.get(key) is None and _ours(read)]
-    trained_as = f"theta {shape.rope_theta:g}, scaling {shape.rope_scaling}"
+    trained_as = _told(shape.rope_theta, shape.rope_scaling)
     if (theta, scaling) != (shape.rope_theta, shape.rope_scaling):
-        said = f"theta {theta:g}, scaling {scaling}" + (" (the config has none)" if notes else "")
+        said = _told(theta, scaling) + (" (the config has none)" if notes else "")
         return fault(name, f"{said}; trained with {trained_as}: export again")
     if lacking:
         return fault(name, f"{' and '.join(lacking)} is missing, and some engines read no other: export again")
     return ok(name, trained_as)
+
+
+def _told(theta: float, scaling: dict[str, Any] | None) -> str:
+    return f"theta {theta:g}, " + ("no scaling" if scaling is None else f"scaling {scaling}")
 
 
 def _config(read: Read, trained: Trained, context: int) -> Check:

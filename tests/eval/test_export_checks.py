@@ -112,7 +112,7 @@ def test_d2t_that_is_missing_absolute_or_of_another_drafter_is_told_apart(export
         (
             {"rope_theta": 1.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1.0}},
             "rope",
-            "theta 1, scaling None; trained with theta 5000",
+            "theta 1, no scaling; trained with theta 5000",
         ),
         ({"rope_theta": 1.0}, "rope", "must agree"),
         ({"rope_parameters": None}, "rope", "rope_parameters is missing"),
