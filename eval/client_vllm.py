@@ -14,10 +14,9 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
-from eval.connection import Connection
+from eval.connection import EngineClient
 from eval.reply import Counts, Reply
 from eyas.errors import EyasError
 
@@ -28,27 +27,13 @@ _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-class VllmClient:
-    """One connection to one vLLM server. Close it, or use it as a context manager.
-
-    Every method raises EyasError in one line when the server is not there, dies, answers an error, or sends what is no reply.
-    """
+class VllmClient(EngineClient):
+    """Client of a vLLM server."""
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
-        self._server = Connection(url, timeout_s)
-        self.url = self._server.url
+        super().__init__(url, timeout_s)
         self._counting = True  # by counters, until a reply carries its own counts or the server turns out not to speculate
         self._uncached = False  # the server keeps no prefix cache
-
-    def __enter__(self) -> "VllmClient":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._server.close()
 
     def ready(self) -> None:
         """Ask the server for one token; returns when it answered. (vLLM's own /health generates none.)"""

@@ -9,11 +9,10 @@ and ``meta_info["eyas"]``, the seconds spent in each part of the cycle.
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from eval.client_vllm import VllmClient
-from eval.connection import Connection, message
+from eval.connection import Connection, EngineClient, message
 from eval.reply import Counts, Reply
 from eyas.errors import EyasError
 
@@ -23,25 +22,8 @@ BASELINE = "none"
 FLUSH_LIMIT_S, FLUSH_POLL_S = 20.0, 0.05
 
 
-class Client:
-    """One connection to one server. Close it, or use it as a context manager.
-
-    Every method raises EyasError in one line when the server is not there, dies, answers an error, or sends what is no reply.
-    """
-
-    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
-        self._server = Connection(url, timeout_s)
-        self.url = self._server.url
-
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._server.close()
+class Client(EngineClient):
+    """Client of SGLang and of the embedded server."""
 
     def ready(self) -> None:
         """Ask the server for one token (/health_generate); returns when it answered."""

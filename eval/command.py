@@ -134,17 +134,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _sglang(config: Config, drafter: str | None, port: int) -> list[str]:
-    engine, target = config.engine, config.target
-    flags: Flags = {"model-path": model_path(config)}
-    if target.revision:
-        flags["revision"] = target.revision
-    flags |= {
-        "trust-remote-code": target.trust_remote_code,
-        "context-length": engine.context,
-        "dtype": engine.dtype,
-        "host": engine.host,
-        "port": port,
-    }
+    engine, flags = config.engine, _flags(config, "model-path", "context-length", port)
     flags |= _more(engine.flags, "engine.flags", _SGLANG)
     if drafter is not None:
         path, revision = _drafter(drafter)
@@ -161,17 +151,7 @@ def _sglang(config: Config, drafter: str | None, port: int) -> list[str]:
 
 
 def _vllm(config: Config, drafter: str | None, port: int) -> list[str]:
-    engine, target = config.engine, config.target
-    flags: Flags = {"model": model_path(config)}
-    if target.revision:
-        flags["revision"] = target.revision
-    flags |= {
-        "trust-remote-code": target.trust_remote_code,
-        "max-model-len": engine.context,
-        "dtype": engine.dtype,
-        "host": engine.host,
-        "port": port,
-    }
+    engine, flags = config.engine, _flags(config, "model", "max-model-len", port)
     # Not the sampling that a model's generation_config.json proposes; and usage tells the cached tokens.
     flags |= {"generation-config": "vllm", "enable-prompt-tokens-details": True}
     flags |= _more(engine.flags, "engine.flags", _VLLM)
@@ -187,6 +167,21 @@ def _vllm(config: Config, drafter: str | None, port: int) -> list[str]:
         # vLLM 0.32 on, and refused without speculation; false in engine.flags leaves it out, and an older vLLM to its counters.
         flags.setdefault("per-request-spec-decode-metrics", "summary")
     return ["vllm.entrypoints.openai.api_server", *_words(flags)]
+
+
+def _flags(config: Config, model: str, context: str, port: int) -> Flags:
+    """What both engines take; ``model`` and ``context`` are their names for these two."""
+    engine, target = config.engine, config.target
+    flags: Flags = {model: model_path(config)}
+    if target.revision:
+        flags["revision"] = target.revision
+    return flags | {
+        "trust-remote-code": target.trust_remote_code,
+        context: engine.context,
+        "dtype": engine.dtype,
+        "host": engine.host,
+        "port": port,
+    }
 
 
 def _drafter(name: str) -> tuple[str, str | None]:

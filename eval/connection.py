@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import httpx
@@ -89,6 +89,27 @@ class Connection:
         if isinstance(error, httpx.TimeoutException):
             return EyasError(f"{self.url}{path} sent nothing for {self._http.timeout.read:g} s: the server hangs; look at its log")
         return EyasError(f"{self.url}{path}: the server closed the connection ({error}); it probably died: look at its log")
+
+
+class EngineClient:
+    """What the clients of all engines are: one connection to one server. Close it, or use it as a context manager.
+
+    Every method raises EyasError in one line when the server is not there, dies, answers an error, or sends what is no reply.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+        self._server = Connection(url, timeout_s)
+        self.url = self._server.url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._server.close()
 
 
 def _loose(response: httpx.Response) -> Any:

@@ -11,8 +11,10 @@ from eyas.files import digest_file
 from eyas.manifest import NAME as MANIFEST
 from eyas.manifest import Manifest
 from eyas.shard import CODES, Header, read_header
-from eyas.state_index import FORMAT, MARK, Index, Sidecar, StateSpec, merge, read_index, read_sidecars, row_key
 from eyas.state_index import NAME as INDEX
+from eyas.state_index import Index, Sidecar, merge, read_index, read_sidecars
+from eyas.state_row import StateSpec, row_key
+from eyas.state_shards import FORMAT, MARK
 
 
 def find_faults(folder: Path, spec: StateSpec, manifest: Manifest) -> list[str]:

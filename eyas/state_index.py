@@ -1,82 +1,19 @@
-"""What a store of hidden states says about itself: its spec, the sidecar of each shard, and the index that joins them."""
+"""What a store of hidden states says about itself: the sidecar of each shard, and the index that joins them."""
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from eyas.errors import EyasError
 from eyas.files import digest_bytes
-from eyas.fp8 import blocks
 from eyas.manifest import NAME as MANIFEST
 from eyas.manifest import Manifest, require_same
+from eyas.state_row import StateSpec
+from eyas.state_shards import FORMAT
 
-FORMAT = 1
-MARK = {"eyas": "states", "format": str(FORMAT)}  # metadata of every shard
 NAME = "index.json"
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """What every row of a store has in common; two stores with different specs cannot be mixed.
-
-    ``layers`` are ids k of HF ``hidden_states[k]``; ``hidden_size`` is the target's H.
-    """
-
-    layers: tuple[int, ...]
-    hidden_size: int
-    dtype: Literal["bfloat16", "fp8"]
-    vocab_size: int
-    target_digest: str
-    tokenizer_digest: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The spec as JSON reads it back, for manifest and sidecars."""
-        return {**asdict(self), "layers": list(self.layers)}
-
-    @property
-    def aux_width(self) -> int:
-        """A, the width of the joined aux states."""
-        return len(self.layers) * self.hidden_size
-
-    def tensors(self) -> dict[str, tuple[torch.dtype, int | None]]:
-        """Name -> (dtype, width; None for one value a token) of a shard's tensors, in the order in which they lie in the file."""
-        tail: dict[str, tuple[torch.dtype, int | None]] = {"supervised": (torch.uint8, None)}
-        if self.dtype == "bfloat16":
-            return {
-                "ids": (torch.int32, None),
-                "aux": (torch.bfloat16, self.aux_width),
-                "final": (torch.bfloat16, self.hidden_size),
-                **tail,
-            }
-        scales = blocks(self.hidden_size)
-        return {
-            "ids": (torch.int32, None),
-            "aux_scale": (torch.bfloat16, len(self.layers) * scales),
-            "final_scale": (torch.bfloat16, scales),
-            "aux": (torch.float8_e4m3fn, self.aux_width),
-            "final": (torch.float8_e4m3fn, self.hidden_size),
-            **tail,
-        }
-
-    def bytes_per_token(self) -> int:
-        """Disk bytes of one token, headers and index aside."""
-        return sum(dtype.itemsize * (width or 1) for dtype, width in self.tensors().values())
-
-
-def row_key(ids: Sequence[int], supervised: Sequence[bool]) -> str:
-    """SHA-256 over a row's ids (int32, little-endian) and supervised mask (one byte each), hexadecimal: the row's name everywhere."""
-    if len(ids) != len(supervised):
-        raise ValueError(f"{len(ids)} ids, but {len(supervised)} supervised flags")
-    digest = hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes())
-    digest.update(np.asarray(supervised, dtype=np.bool_).tobytes())
-    return digest.hexdigest()
 
 
 class Sidecar(BaseModel):
@@ -155,6 +92,12 @@ def resume(folder: Path, spec: StateSpec, prefix: str) -> dict[str, Sidecar]:
     if faults:
         raise EyasError(f"{folder}: {faults[0]}; delete that file to have its rows captured anew")
     return sidecars
+
+
+def next_number(sidecars: dict[str, Sidecar], writer: str) -> int:
+    """The number of the next shard that ``writer`` writes."""
+    own = [name for name in sidecars if name.startswith(f"states-{writer}-")]
+    return 1 + max((int(name.rsplit("-", 1)[1]) for name in own), default=-1)
 
 
 def read_sidecars(folder: Path, spec: StateSpec) -> tuple[dict[str, Sidecar], list[str]]:

@@ -16,54 +16,27 @@ aux layers.
 
 import re
 import threading
-import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyas.errors import EyasError
 from eyas.files import FileLock, digest_bytes, write_text
-from eyas.fp8 import dequantise, quantise
+from eyas.fp8 import dequantise
 from eyas.manifest import Manifest, begin, finish, read_manifest
-from eyas.shard import write_shard
 from eyas.state_faults import find_faults
-from eyas.state_index import MARK, Index, Sidecar, StateSpec, merge, read_index, read_sidecars, resume, row_key, spec_of, totals
 from eyas.state_index import NAME as INDEX
+from eyas.state_index import Index, merge, next_number, read_index, read_sidecars, resume, spec_of, totals
+from eyas.state_row import NotFinite, StateRow, StateSpec, row_key
+from eyas.state_shards import ShardWriter
 
 __all__ = ["NotFinite", "StateRow", "StateSpec", "StateStore", "StateWriter", "finish_store", "row_key"]
 
-FLUSH_AFTER_S = 60.0
 OPEN_SHARDS = 64
-
-
-@dataclass(frozen=True, eq=False)
-class StateRow:
-    """One conversation: T tokens, which of them are supervised, and the target's states at each.
-
-    ``aux_TA`` joins hidden_states[k] for k in the spec's layers; ``final_TH`` is the state that lm_head multiplies. As written: any float
-    dtype, any device. As read: bfloat16 on the CPU; a bfloat16 store hands out views of the mapped file (copy before changing them).
-    """
-
-    key: str
-    category: str
-    ids_T: Tensor
-    supervised_T: Tensor
-    aux_TA: Tensor
-    final_TH: Tensor
-
-
-class NotFinite(ValueError):
-    """A row's states hold NaN or infinity, or become so in bfloat16; the row is not stored. ``key`` names it."""
-
-    def __init__(self, key: str, tensor: str) -> None:
-        super().__init__(f"row {key}: {tensor} states are not finite in bfloat16")
-        self.key = key
 
 
 class StateWriter:
@@ -77,67 +50,31 @@ class StateWriter:
     def __init__(self, folder: Path, spec: StateSpec, shard_bytes: int, writer: str = "w0") -> None:
         if not re.fullmatch("[A-Za-z0-9_]+", writer):
             raise ValueError(f"writer name {writer!r}: letters, digits and _ only")
-        self.folder, self.spec, self.shard_bytes, self.writer = Path(folder), spec, shard_bytes, writer
-        begin(self.folder, "states", spec.to_json(), {})
-        self._lock = FileLock(self.folder / f".{writer}.lock", f"another process writes to {folder} as {writer}")
+        folder = Path(folder)
+        begin(folder, "states", spec.to_json(), {})
+        self._lock = FileLock(folder / f".{writer}.lock", f"another process writes to {folder} as {writer}")
         try:
-            sidecars = resume(self.folder, spec, f"states-{writer}-")
+            sidecars = resume(folder, spec, f"states-{writer}-")
         except BaseException:
             self._lock.release()
             raise
         self.keys = {key for sidecar in sidecars.values() for key in sidecar.keys}
-        self._next = 1 + max((int(name.rsplit("-", 1)[1]) for name in sidecars if name.startswith(f"states-{writer}-")), default=-1)
-        self._rows: list[tuple[str, str, int]] = []
-        self._pieces: dict[str, list[Tensor]] = {name: [] for name in spec.tensors()}
-        self._size = 0
-        self._oldest = 0.0
+        self._shards = ShardWriter(folder, spec, shard_bytes, writer, next_number(sidecars, writer))
 
     def add(self, row: StateRow) -> bool:
         """Take one row; False when a row of its key is there already. It reaches the disk with the next flush, which may happen here.
 
         Raises NotFinite for NaN or infinity, ValueError for wrong shapes, ids or key, EyasError when the disk refuses.
         """
-        self._check(row)
         if row.key in self.keys:
             return False
-        for name, piece in self._encode(row).items():
-            self._pieces[name].append(piece)
-        if not self._rows:
-            self._oldest = time.monotonic()
-        self._rows.append((row.key, row.category, int(row.supervised_T.sum())))
+        self._shards.add(row)
         self.keys.add(row.key)
-        self._size += len(row.ids_T) * self.spec.bytes_per_token()
-        if self._size >= self.shard_bytes or time.monotonic() - self._oldest >= FLUSH_AFTER_S:
-            self.flush()
         return True
 
     def flush(self) -> None:
         """Put the rows taken so far on the disk as one shard."""
-        if not self._rows:
-            return
-        name = f"states-{self.writer}-{self._next:05d}"
-        shard = self.folder / f"{name}.safetensors"
-        sha256 = write_shard(shard, self._pieces, MARK)
-        keys, categories, supervised = (list(column) for column in zip(*self._rows, strict=True))
-        sidecar = Sidecar(
-            spec=self.spec.to_json(),
-            bytes=shard.stat().st_size,
-            sha256=sha256,
-            keys=keys,
-            lengths=[len(ids_T) for ids_T in self._pieces["ids"]],
-            supervised=supervised,
-            categories=categories,
-        )
-        try:
-            write_text(self.folder / f"{name}.json", sidecar.model_dump_json())
-        except EyasError:
-            shard.unlink()
-            raise
-        self._next += 1
-        self._rows.clear()
-        for pieces in self._pieces.values():
-            pieces.clear()
-        self._size = 0
+        self._shards.flush()
 
     def close(self) -> None:
         """Flush, and give the writer name back."""
@@ -151,38 +88,6 @@ class StateWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def _check(self, row: StateRow) -> None:
-        tokens, spec = len(row.ids_T), self.spec
-        wanted = {"ids": (tokens,), "supervised": (tokens,), "aux": (tokens, spec.aux_width), "final": (tokens, spec.hidden_size)}
-        given = {"ids": row.ids_T, "supervised": row.supervised_T, "aux": row.aux_TA, "final": row.final_TH}
-        for name, shape in wanted.items():
-            if given[name].shape != shape:
-                raise ValueError(f"row {row.key}: {name} has shape {list(given[name].shape)}, expected {list(shape)}")
-        if not tokens:
-            raise ValueError(f"row {row.key} has no tokens")
-        if row.ids_T.min() < 0 or row.ids_T.max() >= spec.vocab_size:
-            raise ValueError(f"row {row.key} has ids outside the vocabulary of {spec.vocab_size}")
-        if row.key != row_key(row.ids_T.tolist(), row.supervised_T.tolist()):
-            raise ValueError(f"row {row.key}: the key is not row_key of its ids and supervised mask")
-
-    def _encode(self, row: StateRow) -> dict[str, Tensor]:
-        """The row's tensors as they lie on disk, in memory of their own: the caller's may be slices of a big batch."""
-        pieces = {
-            "ids": row.ids_T.to("cpu", torch.int32, copy=True),
-            "supervised": row.supervised_T.to("cpu", torch.uint8, copy=True),
-        }
-        for name, values in (("aux", row.aux_TA), ("final", row.final_TH)):
-            rounded = values.detach().to(torch.bfloat16)
-            low, high = rounded.aminmax()  # NaN comes through; fifty times as fast on a CPU as isfinite().all()
-            if not bool(low.isfinite() & high.isfinite()):
-                raise NotFinite(row.key, name)
-            if self.spec.dtype == "bfloat16":
-                pieces[name] = rounded.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            else:
-                codes, scales = quantise(rounded, self.spec.hidden_size)
-                pieces[name], pieces[f"{name}_scale"] = codes.cpu(), scales.cpu()
-        return pieces
 
 
 def finish_store(folder: Path, extra_holds: dict[str, Any]) -> Manifest:

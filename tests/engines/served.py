@@ -16,7 +16,14 @@ from eyas.acceptance import Cycle
 from eyas.config import Config
 
 ROOT = Path(__file__).parents[2]
-SGLANG = ROOT / ".engines" / "sglang" / "bin" / "python"
+SGLANG, VLLM = (ROOT / ".engines" / name / "bin" / "python" for name in ("sglang", "vllm"))
+VLLM_ENGINE: dict[str, Any] = {
+    "kind": "vllm",
+    "python": str(VLLM),
+    "environment": str(Path(__file__).parent / "vllm-cpu.yaml"),
+    "flags": {"enforce-eager": True},
+}
+"""The engine section of a config: vLLM as it is served on a CPU."""
 STAND_IN = Path(__file__).parent / "sglang_cpu"
 STARTER = ROOT / "checkpoints" / "starter-smollm2"
 STEPS = 3

@@ -13,9 +13,8 @@ from eyas.config import Config
 from eyas.files import read_object, write_json
 from eyas.manifest import begin, finish
 from eyas.target import Target
-from tests.engines.served import ROOT, SGLANG, STARTER, Text, need
+from tests.engines.served import SGLANG, STARTER, VLLM, VLLM_ENGINE, Text, need
 
-VLLM = ROOT / ".engines" / "vllm" / "bin" / "python"
 LAYERS = [2, 15, 27]
 Chats = list[list[dict[str, str]]]
 
@@ -25,15 +24,13 @@ def config(
     request: pytest.FixtureRequest, tmp_path: Path, sglang: dict[str, Any], target: Target, texts: list[Text], chats: Chats
 ) -> Config:
     """A run that trained the starter, with held-out prompts, to be served by one of the engines."""
-    environment = str(Path(__file__).parent / "vllm-cpu.yaml")
-    vllm = {"kind": "vllm", "python": str(VLLM), "environment": environment, "flags": {"enforce-eager": True}}
     config = Config.model_validate(
         {
             "output": tmp_path / "run",
             "target": {"model": "package:smollm2", "device": "cpu"},
             "prep": {"sources": [{"source": "none.jsonl"}]},
             "drafter": {"init": "scratch"},
-            "engine": {"dtype": "float32", "context": 1024} | {"sglang": sglang, "vllm": vllm}[request.param],
+            "engine": {"dtype": "float32", "context": 1024} | {"sglang": sglang, "vllm": VLLM_ENGINE}[request.param],
         }
     )
     rows = [

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +12,9 @@ from eval.clients import BASELINE
 from eval.command import launch
 from eyas.config import load_config
 from eyas.files import write_json
+from tests.engines.served import ROOT, SGLANG, STAND_IN, need
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".engines" / "sglang" / "bin" / "python"
-
-pytestmark = [
-    pytest.mark.skipif(
-        not PYTHON.exists() and os.environ.get("EYAS_ENGINES") != "required", reason="SGLang is not installed (make engines)"
-    ),
-    pytest.mark.timeout(300),
-]
+pytestmark = need(SGLANG)
 
 # What SGLang does with its command line before it starts anything: read it, then resolve it with what the models' configs say.
 PARSE = """
@@ -126,13 +118,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Arguments, Arguments
     local = [[str(places.get(word, word)) for word in command[3:]] + ["--device", "cpu"] for command in commands.values()]
     asked = [(command[3:], False) for command in commands.values()] + [(words, True) for words in local]
     environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parent / "sglang_cpu"),
+        "PYTHONPATH": str(STAND_IN),
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     lines = "".join(json.dumps(line) + "\n" for line in asked)
-    answer = subprocess.run([PYTHON, "-c", PARSE], input=lines, env=environment, capture_output=True, text=True, timeout=280)
+    answer = subprocess.run([SGLANG, "-c", PARSE], input=lines, env=environment, capture_output=True, text=True, timeout=280)
     assert answer.returncode == 0, answer.stderr[-3000:]
     got = [json.loads(line.removeprefix("parsed ")) for line in answer.stdout.splitlines() if line.startswith("parsed ")]
     return dict(zip(commands, got[:3], strict=True)), dict(zip(commands, got[3:], strict=True))

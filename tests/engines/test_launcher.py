@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from eval.environment import profile
@@ -17,56 +16,26 @@ from eval.processes import command_of, processes
 from eval.starts import Start, recorded
 from eval.watcher import Sight, Watch
 from eyas.config import Config
-from tests.engines.served import ROOT, STARTER
+from tests.engines.served import ROOT, SGLANG, STARTER, VLLM, VLLM_ENGINE, need
 from tests.eval.toy_servers import LIMIT_S, wait_for
 
-SGLANG, VLLM = (ROOT / ".engines" / name / "bin" / "python" for name in ("sglang", "vllm"))
 NCCL = profile(ROOT / "configs" / "env" / "nccl-pcie.yaml")
-CPU = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 START_S = 420.0
-needs_sglang, needs_vllm = (
-    pytest.mark.skipif(
-        not python.exists() and os.environ.get("EYAS_ENGINES") != "required", reason=f"{name} is not installed (make engines)"
-    )
-    for name, python in (("SGLang", SGLANG), ("vLLM", VLLM))
-)
-pytestmark = pytest.mark.timeout(900)
+(needs_sglang, LONG), (needs_vllm, _) = need(SGLANG), need(VLLM)
+pytestmark = LONG
 
 
-def sglang(folder: Path, **engine: Any) -> Config:
-    """SGLang on a CPU that others use too, with the NCCL profile of the 8-GPU node."""
-    variables = {
-        "PYTHONPATH": str(Path(__file__).parent / "sglang_cpu"),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    flags = {
-        "device": "cpu",
-        "prefill-attention-backend": "intel_amx",
-        "decode-attention-backend": "intel_amx",
-        "max-total-tokens": 4096,
-        "max-running-requests": 2,
-        "sleep-on-idle": True,
-    }
-    return config(folder, variables, {"kind": "sglang", "python": str(SGLANG), "flags": flags} | engine)
-
-
-def vllm(folder: Path, **engine: Any) -> Config:
-    """vLLM likewise."""
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return config(folder, variables, {"kind": "vllm", "python": str(VLLM), "flags": {"enforce-eager": True}} | engine)
-
-
-def config(folder: Path, variables: dict[str, str], engine: dict[str, Any]) -> Config:
+def configured(folder: Path, engine: dict[str, Any]) -> Config:
+    """A run with this engine section, and the NCCL profile of the 8-GPU node besides its own environment."""
     path = folder / "profile.yaml"
-    path.write_text(yaml.safe_dump(NCCL | CPU | variables))
+    path.write_text(yaml.safe_dump(NCCL | profile(Path(engine["environment"]))))
     return Config.model_validate(
         {
             "output": folder / "run",
             "target": {"model": "package:smollm2"},
             "prep": {"sources": [{"source": "none.jsonl"}]},
             "drafter": {"init": "scratch"},
-            "engine": {"environment": path, "dtype": "float32", "context": 1024} | engine,
+            "engine": {"dtype": "float32", "context": 1024} | engine | {"environment": path},
         }
     )
 
@@ -119,8 +88,8 @@ def require_proven(seen: Seen, titles: set[str]) -> None:
 
 
 @needs_sglang
-def test_sglang_is_followed_to_its_first_token_proven_and_seen_when_it_is_stopped(tmp_path: Path) -> None:
-    with started(sglang(tmp_path), "starter") as seen:
+def test_sglang_is_followed_to_its_first_token_proven_and_seen_when_it_is_stopped(tmp_path: Path, sglang: dict[str, Any]) -> None:
+    with started(configured(tmp_path, sglang), "starter") as seen:
         ready = seen.until(lambda sight: sight.state == "ready", START_S)
         order = [name for name in seen.phases if name != "first token"]
         assert [name for name in order if name in ("begin", "process groups", "weights", "drafter weights", "warm-up")] == [
@@ -136,8 +105,8 @@ def test_sglang_is_followed_to_its_first_token_proven_and_seen_when_it_is_stoppe
 
 
 @needs_sglang
-def test_a_killed_worker_of_sglang_is_a_death_with_its_cause(tmp_path: Path) -> None:
-    with started(sglang(tmp_path), "none") as seen:
+def test_a_killed_worker_of_sglang_is_a_death_with_its_cause(tmp_path: Path, sglang: dict[str, Any]) -> None:
+    with started(configured(tmp_path, sglang), "none") as seen:
         seen.until(lambda sight: sight.phase in ("process groups", "weights"), START_S)
         # what a scheduler forks to ask the machine something bears its name for a moment
         worker = min(process.pid for process in seen.start.family().living() if command_of(process.pid).startswith("sglang::scheduler"))
@@ -148,7 +117,7 @@ def test_a_killed_worker_of_sglang_is_a_death_with_its_cause(tmp_path: Path) -> 
 
 @needs_vllm
 def test_vllm_is_followed_to_its_first_token_and_proven(tmp_path: Path) -> None:
-    with started(vllm(tmp_path), "starter") as seen:
+    with started(configured(tmp_path, VLLM_ENGINE), "starter") as seen:
         ready = seen.until(lambda sight: sight.state == "ready", START_S)
         assert [name for name in seen.phases if name in ("begin", "process groups", "weights", "warm-up")] == [
             "begin", "process groups", "weights", "warm-up",
@@ -159,7 +128,7 @@ def test_vllm_is_followed_to_its_first_token_and_proven(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_a_flag_that_vllm_does_not_know_is_a_bad_flag(tmp_path: Path) -> None:
-    with started(vllm(tmp_path, flags={"no-such-flag": True}), "none") as seen:
+    with started(configured(tmp_path, VLLM_ENGINE | {"flags": {"no-such-flag": True}}), "none") as seen:
         dead = seen.until(lambda sight: sight.state == "dead", START_S)
     assert "(exit code 2): " in dead.note
     assert "unrecognized arguments: --no-such-flag; likely cause: bad flag: " in dead.note

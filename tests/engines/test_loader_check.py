@@ -13,22 +13,18 @@ from eval.loader_check import EngineName, check_loader
 from eyas.config import Config
 from eyas.files import read_object, write_json
 from eyas.folder import read_drafter
-from tests.engines.served import ROOT, SGLANG, STARTER, need
-
-VLLM = ROOT / ".engines" / "vllm" / "bin" / "python"
+from tests.engines.served import SGLANG, STARTER, VLLM, VLLM_ENGINE, need
 
 
 @pytest.fixture
 def config(request: pytest.FixtureRequest, tmp_path: Path, sglang: dict[str, Any]) -> Config:
-    environment = str(Path(__file__).parent / "vllm-cpu.yaml")
-    vllm = {"kind": "vllm", "python": str(VLLM), "environment": environment, "flags": {"enforce-eager": True}}
     return Config.model_validate(
         {
             "output": tmp_path,
             "target": {"model": "package:smollm2", "device": "cpu"},
             "prep": {"sources": [{"source": "none.jsonl"}]},
             "drafter": {"init": "scratch"},
-            "engine": {"dtype": "float32", "context": 1024} | {"sglang": sglang, "vllm": vllm}[request.param],
+            "engine": {"dtype": "float32", "context": 1024} | {"sglang": sglang, "vllm": VLLM_ENGINE}[request.param],
         }
     )
 

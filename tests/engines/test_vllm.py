@@ -3,46 +3,36 @@
 One server after the other: the baseline, the starter drafter, the fitted one. In float32, greedily, where nothing may differ.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from eyas.target import Target
-from tests.engines.served import ROOT, STARTER, STEPS, Served, Text, accepted_shares, need, require_walked, serve
+from tests.engines.served import STARTER, STEPS, VLLM, VLLM_ENGINE, Served, Text, accepted_shares, need, require_walked, serve
 from tests.fitted import Fitted
 from tests.offline_walk import walk_offline
 
-PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
-VLLM: dict[str, Any] = {
-    "kind": "vllm",
-    "python": str(PYTHON),
-    "environment": str(Path(__file__).parent / "vllm-cpu.yaml"),
-    "flags": {"enforce-eager": True},
-}
 BLOCK = 128
 """Tokens of a block of vLLM's prefix cache on CPU: shorter beginnings are not kept."""
 Chats = list[list[dict[str, str]]]
 
-pytestmark = need(PYTHON)
+pytestmark = need(VLLM)
 
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory, texts: list[Text], chats: Chats) -> Served:
-    return serve(VLLM, tmp_path_factory.mktemp("baseline"), None, texts, chats[0], at_once=4)
+    return serve(VLLM_ENGINE, tmp_path_factory.mktemp("baseline"), None, texts, chats[0], at_once=4)
 
 
 @pytest.fixture(scope="module")
 def starter(tmp_path_factory: pytest.TempPathFactory, texts: list[Text], chats: Chats) -> Served:
-    return serve(VLLM, tmp_path_factory.mktemp("starter"), STARTER, texts, chats[0])
+    return serve(VLLM_ENGINE, tmp_path_factory.mktemp("starter"), STARTER, texts, chats[0])
 
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory, fitted: Fitted, known: list[Text], chats: Chats) -> Served:
     """The fitted drafter, on a server that does not report acceptance per request, as all did before 0.32: its counters tell."""
-    flags = VLLM["flags"] | {"per-request-spec-decode-metrics": False}
-    return serve(VLLM | {"flags": flags}, tmp_path_factory.mktemp("counted"), fitted.folder, known, chats[0])
+    flags = VLLM_ENGINE["flags"] | {"per-request-spec-decode-metrics": False}
+    return serve(VLLM_ENGINE | {"flags": flags}, tmp_path_factory.mktemp("counted"), fitted.folder, known, chats[0])
 
 
 def test_without_speculation_vllm_says_what_transformers_says(baseline: Served, texts: list[Text]) -> None:

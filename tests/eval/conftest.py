@@ -13,6 +13,7 @@ import pytest
 from eval.starts import recorded
 from eyas.config import Config
 from tests.eval.toy_servers import ToyRun
+from tests.http_server import running
 
 DRAFTS = 3
 
@@ -152,30 +153,21 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
-def serve(server: ToyServer) -> Iterator[ToyServer]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
 @pytest.fixture
 def toy_server() -> Iterator[ToyServer]:
     """Switches per request between no speculation and two drafters, as the embedded server does."""
-    yield from serve(ToyServer())
+    with running(ToyServer()) as server:
+        yield server
 
 
 @pytest.fixture
 def plain_servers() -> Iterator[tuple[ToyServer, ToyServer]]:
     """Two servers with one behaviour each, as SGLang: without speculation, and with the drafter of folder 'drafters/result'."""
-    plain = serve(ToyServer(accepts={}, info={"speculative_algorithm": None, "max_running_requests": 256}))
+    plain = ToyServer(accepts={}, info={"speculative_algorithm": None, "max_running_requests": 256})
     info = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "drafters/result", "max_running_requests": 48}
-    drafting = serve(ToyServer(accepts={"result": [2, 1, 3]}, info=info))
-    yield next(plain), next(drafting)
-    for server in (plain, drafting):
-        next(server, None)
+    drafting = ToyServer(accepts={"result": [2, 1, 3]}, info=info)
+    with running(plain), running(drafting):
+        yield plain, drafting
 
 
 class ToyEngine:
@@ -205,11 +197,8 @@ class ToyEngine:
         if self.together and len(self.starts) > 1:
             server.together = threading.Barrier(self.together)
         self.servers.append(server)
-        running = serve(server)
-        try:
-            yield next(running).url
-        finally:
-            next(running, None)
+        with running(server):
+            yield server.url
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The vLLM client against what a real vLLM 0.32.0 answered (tests/engines/record_vllm.py), replayed by a small HTTP server."""
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from eval.clients import Client, Counts, VllmClient, connect
 from eyas.errors import EyasError
+from tests.http_server import running
 
 RECORDED = Path(__file__).parent / "recorded" / "vllm-0.32.0"
 PROMPT = [1, 9690, 198, 2683, 2, 198, 1, 520, 9531, 198]
@@ -64,20 +64,11 @@ def recorded(folder: Path, route: str) -> str:
     return (folder / route.replace("/", "_")).read_text(encoding="utf-8")
 
 
-def replaying(folder: Path) -> Iterator[Replay]:
-    server = Replay(folder)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
 @pytest.fixture
 def eagle3() -> Iterator[Replay]:
     """Speculates with the starter drafter and reports acceptance per request."""
-    yield from replaying(RECORDED / "eagle3")
+    with running(Replay(RECORDED / "eagle3")) as server:
+        yield server
 
 
 @pytest.fixture
@@ -103,7 +94,8 @@ def without_metrics(text: str) -> str:
 
 @pytest.fixture
 def baseline() -> Iterator[Replay]:
-    yield from replaying(RECORDED / "baseline")
+    with running(Replay(RECORDED / "baseline")) as server:
+        yield server
 
 
 def test_a_streamed_reply_has_ids_text_and_the_counts_of_its_request(eagle3):

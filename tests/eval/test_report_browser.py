@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +19,7 @@ import pytest
 
 from eval.report import write_report
 from tests.eval.recorded import apart, conditions, config_at, in_turn, measurements, record, record_training
+from tests.http_server import running
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (1280, 390)
@@ -53,13 +53,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
         write_report(config)
     plan = [{"url": f"/{name}/report/report.html", "width": width} for name in ("legs", "pairs") for width in WIDTHS]
     (folder / "probe.html").write_text(PROBE.read_text(encoding="utf-8").replace("= PLAN", f"= {json.dumps(plan)}"), encoding="utf-8")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/probe.html", folder
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))) as server:
+        yield f"http://127.0.0.1:{server.server_address[1]}/probe.html", folder
 
 
 class Quiet(SimpleHTTPRequestHandler):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from eval.launcher import serve
 from eval.starts import HISTORY, Start
 from eval.watcher import QUIET_S, Sight, Watch
 from tests.eval.toy_servers import LIMIT_S, ToyRun, wait_for
+from tests.http_server import running
 
 
 @contextmanager
@@ -181,10 +181,8 @@ class Stranger(BaseHTTPRequestHandler):
 
 
 def test_another_server_on_the_port_does_not_make_it_ready(toy: ToyRun) -> None:
-    with watched(toy, "slow") as (watch, start), ThreadingHTTPServer(("127.0.0.1", start.port), Stranger) as stranger:
-        threading.Thread(target=stranger.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    with watched(toy, "slow") as (watch, start), running(ThreadingHTTPServer(("127.0.0.1", start.port), Stranger)):
         sight = until(watch, lambda sight: "none of this server's" in sight.note)
-        stranger.shutdown()
     assert sight.state == "loading"
     assert f"{start.url} is answered by process {os.getpid()}" in sight.note
 

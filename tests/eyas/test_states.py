@@ -403,7 +403,7 @@ def test_finishing_cleans_up_after_a_writer_that_never_came_back(tmp_path):
 
 
 def test_rows_are_flushed_after_a_minute_even_when_the_shard_is_small(tmp_path, monkeypatch):
-    monkeypatch.setattr("eyas.states.FLUSH_AFTER_S", 0.0)
+    monkeypatch.setattr("eyas.state_shards.FLUSH_AFTER_S", 0.0)
     writer = StateWriter(tmp_path, spec(), MB)
     writer.add(make_row(0, 5))
     assert (tmp_path / "states-w0-00000.json").exists()
