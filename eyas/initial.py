@@ -62,7 +62,7 @@ def fresh_drafter(
 
 def with_vocab(drafter: Drafter, ids_E: Tensor, target: Target) -> Drafter:
     """The same drafter for the draft vocabulary ``ids_E`` (target token ids): kept tokens take their lm_head rows along, new ones start
-    from the target's lm_head. Without its embedding.
+    from the target's lm_head, moved alike (``vocab.reselect``). Without its embedding.
     """
     again = Drafter(drafter.shape.model_copy(update={"draft_vocab_size": len(ids_E)})).to(drafter.fc.weight.dtype)
     with torch.no_grad():

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from eyas.errors import EyasError
 
+RIDGE = 1e-2  # of the mean square of a head's column: as good as 1e-3 and 1e-1 on SmolLM2's starter
+
 
 def choose_vocab(counts_V: Tensor, size: int, old_ids_D: Tensor | None = None) -> Tensor:
     """The ``size`` most frequent tokens as sorted int64 ids; among equals those of ``old_ids_D`` win, then the lower id.
@@ -64,12 +66,32 @@ def is_offset(d2t_D: Tensor, vocab_size: int, t2d_V: Tensor | None = None) -> bo
 
 
 def reselect(rows_DH: Tensor, old_ids_D: Tensor, new_ids_E: Tensor, target_head_VH: Tensor) -> Tensor:
-    """Rows [E, H] of an lm_head for another draft vocabulary: known tokens take their rows along, new ones start from the target's head."""
+    """Rows [E, H] of an lm_head for another draft vocabulary: known tokens take their rows along, new ones start from the target's head,
+    moved as training has moved the known ones.
+
+    A softmax does not notice what all rows share, so training moves all rows of a head together; a row straight from the target's head
+    stands out. (SmolLM2's starter, 4,900 new tokens: acceptance length 1.30 with the target's own rows, 1.76 when these are moved by the
+    known ones' mean, 2.00 when moved by ``_moved``, and 1.99 before.)
+    """
     row_of_V = torch.full((len(target_head_VH),), -1, dtype=torch.int64, device=old_ids_D.device)
     row_of_V[old_ids_D] = torch.arange(len(old_ids_D), device=old_ids_D.device)
     row_E = row_of_V[new_ids_E]
-    kept_E1 = (row_E >= 0).unsqueeze(-1).to(rows_DH.device)
-    return torch.where(kept_E1, rows_DH[row_E.clamp(min=0)], target_head_VH[new_ids_E].to(rows_DH))
+    rows_EH = torch.empty(len(new_ids_E), rows_DH.shape[1], dtype=rows_DH.dtype, device=rows_DH.device)
+    rows_EH[row_E >= 0] = rows_DH[row_E[row_E >= 0]]
+    new_NH = target_head_VH[new_ids_E[row_E < 0]].to(rows_DH)
+    rows_EH[row_E < 0] = new_NH + _moved(target_head_VH[old_ids_D].to(rows_DH), rows_DH, new_NH)
+    return rows_EH
+
+
+def _moved(from_DH: Tensor, to_DH: Tensor, new_NH: Tensor) -> Tensor:
+    """How far rows ``new_NH`` would have moved, by the affine map (ridge regression) of how far ``from_DH`` moved to become ``to_DH``."""
+    moved_DH = (to_DH - from_DH).float()
+    mean_H, mean_moved_H = from_DH.float().mean(0), moved_DH.mean(0)
+    x_DH = from_DH.float() - mean_H
+    gram_HH = (x_DH.T @ x_DH).double()
+    gram_HH += RIDGE * gram_HH.diagonal().mean().clamp_min(1e-12) * torch.eye(len(gram_HH), dtype=torch.float64, device=gram_HH.device)
+    map_HH = torch.linalg.solve(gram_HH, (x_DH.T @ (moved_DH - mean_moved_H)).double()).float()
+    return (mean_moved_H + (new_NH.float() - mean_H) @ map_HH).to(new_NH.dtype)
 
 
 def _fits(ids_D: Tensor, vocab_size: int, t2d_V: Tensor | None) -> bool:

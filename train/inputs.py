@@ -97,7 +97,7 @@ def _warm_start(config: Config, target: Target, layers: tuple[int, ...]) -> tupl
     kept = int(torch.isin(ids_E, own_ids_D).sum())
     notes.append(
         f"draft vocabulary chosen anew: {len(own_ids_D):,} tokens covered {coverage(counts_V, own_ids_D):.2%} of the training text, "
-        f"{size:,} cover {coverage(counts_V, ids_E):.2%}; {kept:,} keep their rows, {size - kept:,} start from the target's"
+        f"{size:,} cover {coverage(counts_V, ids_E):.2%}; {kept:,} keep their rows, {size - kept:,} start from the target's, moved alike"
     )
     return drafter, drafter_digest(drafter), notes
 

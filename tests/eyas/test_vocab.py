@@ -72,10 +72,26 @@ def test_nonsense_is_refused(d2t: list[int], mask: list[int] | None, told: str) 
 
 
 def test_a_new_draft_vocabulary_keeps_known_rows_and_takes_new_ones_from_the_target() -> None:
-    rows = torch.tensor([[10.0], [11.0], [12.0]])
-    target = torch.arange(6.0).unsqueeze(-1)
-    moved = vocab.reselect(rows, torch.tensor([1, 3, 5]), torch.tensor([0, 3, 4, 5]), target)
-    assert moved.flatten().tolist() == [0.0, 11.0, 4.0, 12.0]
+    target = torch.randn(60, 4)
+    old, new = torch.arange(1, 60, 2), torch.arange(20, 60)
+    rows = target[old].clone()
+    moved = vocab.reselect(rows, old, new, target)
+    torch.testing.assert_close(moved, target[new])
+    rows[15] = 7.0  # of token 31
+    assert torch.equal(vocab.reselect(rows, old, new, target)[11], rows[15])
+
+
+def test_new_rows_are_moved_as_training_has_moved_the_known_ones() -> None:
+    torch.manual_seed(0)
+    target, map_HH = torch.randn(600, 8), 0.3 * torch.randn(8, 8)
+    trained = target + target @ map_HH + 5.0
+    old, new = torch.arange(0, 400), torch.arange(300, 600)
+    moved = vocab.reselect(trained[old], old, new, target)
+    assert torch.equal(moved[:100], trained[300:400])
+    error = (moved[100:] - trained[400:]).norm() / (target[400:] - trained[400:]).norm()
+    assert error < 0.02  # the ridge leaves a little
+    alone = vocab.reselect(trained[:1], old[:1], new, target)  # a single known row tells the mean alone
+    torch.testing.assert_close(alone, target[new] + (trained[0] - target[0]))
 
 
 def test_among_tokens_counted_alike_the_old_vocabulary_stays() -> None:
