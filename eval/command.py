@@ -208,11 +208,13 @@ def _more(flags: Flags, where: str, own: dict[str, str]) -> Flags:
 
 
 def _words(flags: Flags) -> list[str]:
-    """Flags as words: true is a bare flag, false leaves it out."""
+    """Flags as words: true is a bare flag, false leaves it out, a list has a word for each of its values."""
     words: list[str] = []
     for name, value in flags.items():
         if value is True:
             words.append(f"--{name}")
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
         elif value is not False:
             text = str(value)
             words += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]

@@ -129,7 +129,7 @@ class TrainConfig(Section):
     trackers: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list)
 
 
-Flags = dict[str, bool | int | float | str]
+Flags = dict[str, bool | int | float | str | Annotated[list[int | float | str], Field(min_length=1)]]
 
 
 class EngineConfig(Section):
@@ -147,7 +147,8 @@ class EngineConfig(Section):
     )
     environment: Path | None = Field(None, description="YAML file of environment variables for the server, proven in every worker")
     flags: Flags = Field(
-        default_factory=dict, description="more flags of the engine, without dashes: {tp: 8}; true is a bare flag, false none"
+        default_factory=dict,
+        description="more flags of the engine, without dashes: {tp: 8, cuda-graph-bs: [1, 2, 4]}; true is a bare flag, false none",
     )
     draft_flags: Flags = Field(
         default_factory=dict,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from eval.command import Launch, is_loopback, launch
 from eyas.config import Config, load_config
@@ -41,6 +42,13 @@ def test_an_sglang_baseline_has_no_word_of_speculation() -> None:
     got = launch(config(flags={"tp": 8}, draft_flags={"speculative-attention-mode": "decode"}), "none", None, 31000)
     assert line(got.command) == BASELINE
     assert (got.kind, got.url) == ("sglang", "http://127.0.0.1:31000")
+
+
+def test_a_flag_of_several_values_has_a_word_for_each() -> None:
+    got = launch(config(flags={"tp": 8, "cuda-graph-bs": [1, 2, 4]}), "none", None, 31000)
+    assert line(got.command) == f"{BASELINE} --cuda-graph-bs 1 2 4"
+    with pytest.raises(ValidationError, match="flags"):
+        config(flags={"cuda-graph-bs": []})
 
 
 def test_sglang_speculates_with_the_drafter_of_the_variant() -> None:
