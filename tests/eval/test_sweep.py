@@ -18,9 +18,10 @@ from eval.sweep_result import SweepResult, paste, summarise
 from eyas.cli import main
 from eyas.config import Config
 from eyas.errors import EyasError
-from tests.eval.conftest import ToyServer, serve
+from tests.eval.conftest import ToyServer
 from tests.eval.points import baseline, chain
 from tests.eval.tiny import tiny_config, tiny_target, write_tiny_drafter
+from tests.http_server import running
 
 ONE, TWO, THREE = Setting(1, 1, 2), Setting(2, 1, 3), Setting(3, 1, 4)
 
@@ -214,11 +215,8 @@ class Node:
             server = ToyServer(accepts={"toy": pattern}, info={"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "toy"})
         if setting is not None and setting == self.break_in:
             server.break_after = 3
-        running = serve(server)
-        try:
-            yield next(running).url
-        finally:
-            next(running, None)
+        with running(server):
+            yield server.url
 
 
 @pytest.fixture
