@@ -2,7 +2,8 @@
 
     python benchmarks/store.py --hidden-size 576 --megabytes 256
 
-All rates are MB of bfloat16 states a second, whatever lies on the disk, so that they compare; fp8 moves 0.51 bytes for each of them.
+All rates are MB of bfloat16 states (aux and final) a second, whatever lies on the disk, so that they compare; fp8 moves 0.51 bytes for
+each of them, and the target's top log-probabilities stand for the final states in the last two lines.
 Reading is from a warm page cache and includes one copy of every row into a buffer, as a batch does; writing includes fsync.
 Each figure is the best of ``--repeats`` interleaved rounds; on a busy machine the processor's own seconds say more.
 """
@@ -14,13 +15,16 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from eyas.distribution import TopLogProbs
 from eyas.states import StateRow, StateSpec, StateStore, StateWriter, finish_store, row_key
 
 LAYERS = (2, 15, 27)
+TOP = 128
 SHARD_BYTES = 256 << 20
 
 
@@ -40,8 +44,17 @@ def make_rows(hidden_size: int, megabytes: int) -> list[StateRow]:
     return rows
 
 
+def with_top(row: StateRow, generator: torch.Generator) -> StateRow:
+    """The row with log-probabilities in place of its final states."""
+    tokens = len(row.ids_T)
+    index = torch.randint(32000, (tokens, TOP), generator=generator, dtype=torch.int32)
+    logprob = torch.randn(tokens, TOP, generator=generator).log_softmax(-1)
+    return replace(row, final_TH=row.final_TH[:, :0], top=TopLogProbs(index, logprob, torch.zeros(tokens), torch.zeros(tokens)))
+
+
 def write_store(folder: Path, rows: list[StateRow], dtype: str, hidden_size: int) -> None:
-    spec = StateSpec(LAYERS, hidden_size, dtype, 32000, "target", "tokenizer")
+    top, vocabulary = (None, None) if rows[0].top is None else (TOP, "vocabulary")
+    spec = StateSpec(LAYERS, hidden_size, dtype, 32000, "target", "tokenizer", top, vocabulary)
     with StateWriter(folder, spec, SHARD_BYTES) as writer:
         for row in rows:
             writer.add(row)
@@ -52,7 +65,8 @@ def read_store(folder: Path, order: list[int], buffer: torch.Tensor) -> None:
     store = StateStore(folder)
     for i in order:
         row = store.read(i)
-        for states in (row.aux_TA, row.final_TH):
+        top = () if row.top is None else (row.top.index_NK, row.top.logprob_NK)
+        for states in (row.aux_TA, row.final_TH, *top):
             buffer[: states.numel()].copy_(states.reshape(-1))
 
 
@@ -83,6 +97,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
     arguments = parser.parse_args()
     rows = make_rows(arguments.hidden_size, arguments.megabytes)
+    generator = torch.Generator().manual_seed(2)
+    tops = [with_top(row, generator) for row in rows]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
     data = torch.randint(256, (arguments.megabytes << 20,), dtype=torch.uint8)
     other = torch.zeros_like(data)
@@ -93,6 +109,9 @@ def main() -> None:
         def rewrite(dtype: str) -> None:
             write_store(folder / dtype, rows, dtype, arguments.hidden_size)
 
+        def rewrite_top() -> None:
+            write_store(folder / "top", tops, "fp8", arguments.hidden_size)
+
         works: dict[str, Callable[[], object]] = {
             "memory copy": lambda: other.copy_(data),
             "SHA-256": lambda: hashlib.sha256(data.numpy().data),
@@ -102,11 +121,13 @@ def main() -> None:
             "store read, bfloat16, random order": lambda: read_store(folder / "bfloat16", order, buffer),
             "store write, fp8": lambda: rewrite("fp8"),
             "store read, fp8, random order": lambda: read_store(folder / "fp8", order, buffer),
+            f"store write, fp8, top {TOP}": rewrite_top,
+            f"store read, fp8, top {TOP}, random": lambda: read_store(folder / "top", order, buffer),
         }
         elapsed = dict.fromkeys(works, float("inf"))
         processor = dict.fromkeys(works, float("inf"))
         for _ in range(arguments.repeats):
-            for dtype in ("bfloat16", "fp8"):
+            for dtype in ("bfloat16", "fp8", "top"):
                 shutil.rmtree(folder / dtype, ignore_errors=True)
             for what, work in works.items():
                 wall, used = seconds(work)

@@ -8,17 +8,20 @@ The capture proves itself on the first row it runs and on a sample of rows throu
 forward, lm_head of its final state must be the logits the model gives, and the states captured in the batch must be its states.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from data_prep.rows import Quarantined, Row
 from eyas.config import StatesConfig
+from eyas.distribution import TopLogProbs, top_log_probs
 from eyas.errors import EyasError
 from eyas.probe import LayerInputs
 from eyas.progress import Task
@@ -38,6 +41,7 @@ MB = 2**20
 class CaptureReport:
     """What one capture did: tokens run now, of these padding; rows proved, worst relative errors found; rows that could not be stored."""
 
+    by: str = f"transformers {transformers.__version__}"
     tokens: int = 0
     padding: int = 0
     seconds: float = 0.0
@@ -53,9 +57,16 @@ class CaptureReport:
 
 
 def capture(
-    model: PreTrainedModel, target: Target, rows: Sequence[Row], folder: Path, spec: StateSpec, states: StatesConfig, name: str
+    model: PreTrainedModel,
+    target: Target,
+    rows: Sequence[Row],
+    folder: Path,
+    spec: StateSpec,
+    states: StatesConfig,
+    name: str,
+    draft_ids_D: Tensor | None = None,
 ) -> CaptureReport:
-    """Store the states of ``rows`` that ``folder`` does not have yet.
+    """Store the states of ``rows`` that ``folder`` does not have yet. ``draft_ids_D``: the draft vocabulary of ``spec.top_logprobs``.
 
     The batches are the same whether or not a run was interrupted; a batch whose rows are all stored is skipped.
     Raises EyasError when the states fail their proof, or when the store has rows other than these.
@@ -70,6 +81,10 @@ def capture(
         total = sum(len(row.tokens.ids) for row in rows)
         with Task(f"capture ({name})", total=total, unit="tokens", done=done) as task, Probe(model, spec.layers) as probe:
             proof = Proof(model, target, spec)
+            distribution = None
+            if spec.top_logprobs is not None:
+                assert draft_ids_D is not None
+                distribution = partial(top_log_probs, head_VH=proof.head_VH, draft_ids_D=draft_ids_D.to(model.device), k=spec.top_logprobs)
             for batch in batches(rows, states.batch_tokens):
                 missing = [row for row in batch if row.key not in writer.keys]
                 if not missing:
@@ -78,9 +93,9 @@ def capture(
                 for index, row in enumerate(batch):
                     length = len(row.tokens.ids)
                     aux_TA, final_TH = aux_BTA[index, :length], final_BTH[index, :length]
-                    if not report.rechecked or _sampled(row.key, states.recheck):
+                    if not report.rechecked or sampled(row.key, states.recheck):
                         proof.check(row, aux_TA, final_TH, report)
-                    _store(writer, row, aux_TA, final_TH, report)
+                    _store(writer, row, aux_TA, final_TH, distribution, report)
                 tokens = sum(len(row.tokens.ids) for row in batch)
                 report.tokens += tokens
                 report.padding += len(batch) * len(batch[0].tokens.ids) - tokens
@@ -137,7 +152,7 @@ class Proof:
     def __init__(self, model: PreTrainedModel, target: Target, spec: StateSpec) -> None:
         self._model, self._layers = model, spec.layers
         self._hidden_size = spec.hidden_size
-        self._head_VH = target.lm_head(model.dtype).to(model.device)
+        self.head_VH = target.lm_head(model.dtype).to(model.device)
 
     @torch.inference_mode()
     def check(self, row: Row, aux_TA: Tensor, final_TH: Tensor, report: CaptureReport) -> None:
@@ -149,7 +164,7 @@ class Proof:
         )
         states = output.hidden_states
         logits_TV = output.logits[0].float()
-        difference = (nn.functional.linear(states[-1][0], self._head_VH).float() - logits_TV).abs().max()
+        difference = (nn.functional.linear(states[-1][0], self.head_VH).float() - logits_TV).abs().max()
         logit_error = float(difference / logits_TV.abs().max())
         report.worst_logit = max(report.worst_logit, logit_error)
         if not logit_error <= LOGIT_TOLERANCE[self._model.dtype]:
@@ -173,13 +188,23 @@ def relative_error(batched_TH: Tensor, alone_TH: Tensor) -> float:
     return float(((batched_TH.float() - alone_TH).norm(dim=-1) / alone_TH.norm(dim=-1).clamp_min(1e-6)).max())
 
 
-def _sampled(key: str, share: float) -> bool:
+def sampled(key: str, share: float) -> bool:
+    """Whether a row is among the ``share`` that is proved; a row's key decides."""
     return int(key[:8], 16) < share * 2**32
 
 
-def _store(writer: StateWriter, row: Row, aux_TA: Tensor, final_TH: Tensor, report: CaptureReport) -> None:
+def _store(
+    writer: StateWriter,
+    row: Row,
+    aux_TA: Tensor,
+    final_TH: Tensor,
+    distribution: Callable[[Tensor], TopLogProbs] | None,
+    report: CaptureReport,
+) -> None:
+    """Write a row; with ``distribution``, what it makes of the final states in their place."""
     ids_T, supervised_T = torch.tensor(row.tokens.ids), torch.tensor(row.tokens.supervised)
+    top = distribution(final_TH) if distribution else None
     try:
-        writer.add(StateRow(row.key, row.category, ids_T, supervised_T, aux_TA, final_TH))
+        writer.add(StateRow(row.key, row.category, ids_T, supervised_T, aux_TA, final_TH if top is None else final_TH[:, :0], top))
     except NotFinite:
         report.quarantined.append(Quarantined(row.prompt_key, row.category, "states not finite"))

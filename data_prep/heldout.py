@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from data_prep.prompts import Unusable, heldout_prompts
-from data_prep.replies import question, question_ids
+from data_prep.replies import question, question_ids, template_options
 from data_prep.rows import require_share
 from eyas.config import Config
 from eyas.files import digest_json, write_text
@@ -27,14 +27,14 @@ def write_heldout(config: Config) -> Path:
     """
     folder, target = config.folder("prompts"), open_target(config.target)
     prompts = heldout_prompts(config.prep, config.seed)
-    identity = {"max_length": config.prep.max_length, "seed": config.seed}
+    identity = {"max_length": config.prep.max_length, "seed": config.seed, **template_options(config)}
     inputs = {"tokenizer": target.tokenizer_digest, "heldout": digest_json(sorted(prompt.key for prompt in prompts))}
     if is_current(folder, "prompts", identity, inputs):
         return folder
     tokenizer, lines, reasons = target.tokenizer(), list[str](), Counter[str]()
     for prompt in prompts:
         try:
-            row = question(prompt, question_ids(prompt, tokenizer, config.prep.max_length))
+            row = question(prompt, question_ids(prompt, tokenizer, config), config)
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         except Unusable as reason:
             reasons[str(reason)] += 1

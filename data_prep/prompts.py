@@ -5,6 +5,7 @@ sorts by a digest of (seed, key).
 """
 
 import hashlib
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from eyas.config import PrepConfig, SourceConfig
 from eyas.errors import EyasError
 from eyas.files import digest_json, read_jsonl
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+"""Turns: role and content; of the assistant perhaps reasoning_content and tool_calls, of a tool tool_call_id and name."""
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 DUPLICATE = "duplicate"
 NEAR_DUPLICATE = "near-duplicate of held-out"
 NO_REPLY = "no reply given"
@@ -34,7 +36,8 @@ PARQUET_ROWS = 1024
 class Prompt:
     """A conversation to be answered, or one that comes with its reply.
 
-    ``messages`` ends with a user turn, or with the assistant's when ``reply_given``.
+    ``messages`` ends with a user turn or a tool's result, or with the assistant's when ``reply_given``. ``tools`` are those that the
+    chat declares, as OpenAI's API takes them.
     """
 
     key: str
@@ -42,6 +45,7 @@ class Prompt:
     category: str
     family: str
     reply_given: bool
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def document(self) -> Document:
@@ -76,9 +80,9 @@ def load_source(source: SourceConfig, seed: int, dropped: Counter[str] | None = 
     dropped = Counter() if dropped is None else dropped
     faults: Counter[str] = Counter()
     prompts: dict[str, Prompt] = {}
-    for family, raw in _conversations(source):
+    for family, raw, tools in _conversations(source):
         try:
-            prompt = _prompt(_clean(raw), source.category, family)
+            prompt = _prompt(_clean(raw), _clean_tools(tools), source.category, family)
         except Unusable as reason:
             faults[str(reason)] += 1
             continue
@@ -138,7 +142,7 @@ def _load_all(sources: list[SourceConfig], seed: int, given: bool, dropped: Coun
             elif given:
                 dropped[NO_REPLY] += 1
             else:  # the target answers itself: the given reply goes
-                prompts.append(_prompt(prompt.messages[:-1], prompt.category, prompt.family))
+                prompts.append(_prompt(prompt.messages[:-1], prompt.tools, prompt.category, prompt.family))
     if sources and not prompts:
         raise EyasError("prep.replies.mode is 'given', but no row of the sources ends with an assistant turn")
     return prompts
@@ -188,43 +192,88 @@ def _shuffled(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: hashlib.sha256(f"{seed}:{prompt.key}".encode()).digest())
 
 
-def _prompt(messages: Messages, category: str, family: str) -> Prompt:
-    return Prompt(digest_json(messages), messages, category, family, reply_given=messages[-1]["role"] == "assistant")
+def _prompt(messages: Messages, tools: tuple[dict[str, Any], ...], category: str, family: str) -> Prompt:
+    key = digest_json({"messages": messages, "tools": tools} if tools else messages)
+    return Prompt(key, messages, category, family, messages[-1]["role"] == "assistant", tools)
+
+
+def _clean_tools(raw: Any) -> tuple[dict[str, Any], ...]:
+    """Declared tools, which columnar files hold as JSON text. Raises Unusable for what is no list of objects."""
+    try:
+        tools = json.loads(raw) if isinstance(raw, str) and raw else raw or []
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unusable("unusable: tools that are no list of objects")
+    return tuple(tools)
 
 
 def _clean(raw: list[Any]) -> Messages:
-    """Reduce messages to role and text. Raises Unusable when they hold no user turn, no text, or end with neither side's turn."""
+    """Reduce messages to role, text, thinking and tool calls.
+
+    Raises Unusable when they hold no user turn, no text (images are named), or end with neither side's turn.
+    """
     messages: Messages = []
     for message in raw:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if role not in ROLES:
             raise Unusable(f"unusable: role {role}")
-        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            content = "".join(str(part.get("text", "")) for part in content)
+        if isinstance(content, list):
+            content = _joined(content)
+        own = _own_fields(message)
+        if content is None and "tool_calls" in own:
+            content = ""
         if not isinstance(content, str):
             raise Unusable("unusable: content that is not text")
         try:
-            content.encode()
+            json.dumps([content, own], ensure_ascii=False).encode()
         except UnicodeEncodeError:  # JSON can say it (\ud800), no tokenizer reads it
             raise Unusable("unusable: lone surrogates, which are no text") from None
-        if not content.strip() and role != "system":
+        if not content.strip() and role in ("user", "assistant") and "tool_calls" not in own:
             raise Unusable("unusable: empty turn")
-        messages.append({"role": role, "content": content})
+        messages.append({"role": role, "content": content, **own})
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("unusable: no user turn")
     if messages[-1]["role"] == "system":
         raise Unusable("unusable: ends with a system turn")
-    if messages[-1]["role"] == "assistant" and messages[-2:-1] and messages[-2]["role"] != "user":
+    if messages[-1]["role"] == "assistant" and messages[-2:-1] and messages[-2]["role"] not in ("user", "tool"):
         raise Unusable("unusable: reply without a user turn before it")
     return messages
 
 
-def _conversations(source: SourceConfig) -> Iterator[tuple[str, list[Any]]]:
-    """Yield (family, raw messages) of a source of any kind."""
+def _joined(parts: list[Any]) -> str:
+    """Text parts of a content as one text. Raises Unusable naming the first part that is not text."""
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise Unusable(f"unusable: content of type {part.get('type') if isinstance(part, dict) else type(part).__name__}")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _own_fields(message: dict[str, Any]) -> dict[str, Any]:
+    """What templates read of a turn beside role and content, where it is there. Raises Unusable for broken tool calls."""
+    names = {"assistant": ("reasoning_content", "tool_calls"), "tool": ("tool_call_id", "name")}.get(message["role"], ())
+    found = {name: message[name] for name in names if message.get(name)}
+    if not isinstance(found.get("reasoning_content", ""), str):
+        raise Unusable("unusable: reasoning_content that is not text")
+    try:
+        if "tool_calls" in found:
+            found["tool_calls"] = [_call(call) for call in found["tool_calls"]]
+    except (KeyError, TypeError):
+        raise Unusable("unusable: tool_calls without id, function name or arguments") from None
+    return found
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = {name: call["function"][name] for name in ("name", "arguments")}
+    return {"id": str(call["id"]), "type": "function", "function": function}
+
+
+def _conversations(source: SourceConfig) -> Iterator[tuple[str, list[Any], Any]]:
+    """Yield (family, raw messages, declared tools) of a source of any kind."""
     name = source.source
     if name.startswith("package:"):
         for conversation in read_package(name.removeprefix("package:"), source.families):
-            yield conversation.family, list(conversation.messages)
+            yield conversation.family, list(conversation.messages), None
         return
     if source.families is not None:
         raise EyasError(f"{name}: families are chosen for package sources only")
@@ -232,7 +281,7 @@ def _conversations(source: SourceConfig) -> Iterator[tuple[str, list[Any]]]:
     family = path.stem if not name.startswith("hub:") else name.removeprefix("hub:")
     for where, row in _rows(name, path):
         own = row.get("family")
-        yield own if isinstance(own, str) and own else family, _raw_messages(row, where)
+        yield own if isinstance(own, str) and own else family, _raw_messages(row, where), row.get("tools")
 
 
 def _rows(name: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -265,7 +314,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         file = parquet.ParquetFile(path)
-        wanted = [column for column in ("messages", "prompt", "family") if column in file.schema_arrow.names]
+        wanted = [column for column in ("messages", "prompt", "family", "tools") if column in file.schema_arrow.names]
         if not {"messages", "prompt"} & set(wanted):
             raise EyasError(f"{path}: needs a column 'messages' or 'prompt', has {', '.join(file.schema_arrow.names)}")
         for batch in file.iter_batches(PARQUET_ROWS, columns=wanted):

@@ -53,15 +53,20 @@ def build_rows(records: Iterable[dict[str, Any]], prep: PrepConfig, eos_ids: Seq
             omitted += 1
             continue
         try:
-            tokens = _tokens(record, eos_ids)
-            tokens.check(prep.max_length)
-            key = row_key(tokens.ids, tokens.supervised)
-            if key in usable:
-                raise Unusable("duplicate row")
+            found = _tokens(record, eos_ids)
         except Unusable as reason:
             quarantined.append(Quarantined(record["key"], record["category"], str(reason)))
             continue
-        usable[key] = Row(key, record["key"], record["category"], tokens)
+        for tokens in found:
+            try:
+                tokens.check(prep.max_length)
+                key = row_key(tokens.ids, tokens.supervised)
+                if key in usable:
+                    raise Unusable("duplicate row")
+            except Unusable as reason:
+                quarantined.append(Quarantined(record["key"], record["category"], str(reason)))
+                continue
+            usable[key] = Row(key, record["key"], record["category"], tokens)
     return Rows(list(usable.values()), quarantined, omitted)
 
 
@@ -75,12 +80,12 @@ def require_share(quarantined: int, total: int, reasons: dict[str, int], prep: P
         )
 
 
-def _tokens(record: dict[str, Any], eos_ids: Sequence[int]) -> Tokens:
-    if "ids" in record:
-        return Tokens(record["ids"], [bool(flag) for flag in record["supervised"]])
+def _tokens(record: dict[str, Any], eos_ids: Sequence[int]) -> list[Tokens]:
+    if "rows" in record:
+        return [Tokens(row["ids"], [bool(flag) for flag in row["supervised"]]) for row in record["rows"]]
     reply = record["reply_ids"]
     if not reply:
         raise Unusable("empty reply")
     if all(token in eos_ids for token in reply):
         raise Unusable("reply is only an end token")
-    return reply_row(record["prompt_ids"], reply)
+    return [reply_row(record["prompt_ids"], reply)]

@@ -58,8 +58,12 @@ class Sampling:
 
     def draws(self, request: Request) -> Tensor:
         """Uniform numbers in [0, 1), one a token, of this request alone: float32 [max_new_tokens]."""
-        generator = torch.Generator().manual_seed(self._number(self.stream, request))
+        generator = torch.Generator().manual_seed(self.draw_seed(request))
         return torch.rand(request.max_new_tokens, generator=generator)
+
+    def draw_seed(self, request: Request) -> int:
+        """What fixes this request's draws, below 2 ** 63."""
+        return self._number(self.stream, request)
 
     def _number(self, purpose: str, request: Request) -> int:
         name = f"{self.seed}/{purpose}/{request.key}".encode()

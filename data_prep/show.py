@@ -4,7 +4,6 @@ from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
 from data_prep.replies import SETS, read_rows
 from data_prep.rows import Row, Rows
@@ -12,6 +11,7 @@ from data_prep.template import Tokens
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.target import open_target
+from eyas.tokenizer import ChatTokenizer
 
 SUPERVISED = "bold green"
 CONTEXT = "dim"
@@ -33,7 +33,7 @@ def show(config: Config, row: str, split: str = "train", console: Console | None
     console.print(f"{len(found.tokens.ids)} tokens, {count} supervised (in colour)", highlight=False)
 
 
-def coloured(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> Text:
+def coloured(tokenizer: ChatTokenizer, tokens: Tokens) -> Text:
     """The row's text, special tokens included, supervised stretches in SUPERVISED and the rest in CONTEXT."""
     text = Text()
     for flag, pairs in groupby(zip(tokens.ids, tokens.supervised, strict=True), key=lambda pair: pair[1]):

@@ -120,7 +120,7 @@ def _heldout_file(config: Config) -> Path:
 
 def _prompt(row: dict[str, Any], where: str) -> BenchPrompt:
     try:
-        return BenchPrompt(row["key"], row["category"], list(row["messages"]), list(row["prompt_ids"]))
+        return BenchPrompt(row["key"], row["category"], list(row["messages"]), list(row["prompt_ids"]), row.get("template", {}))
     except (KeyError, TypeError) as error:
         raise EyasError(f"{where}: not a row of `eyas prep` ({error!r})") from None
 
@@ -260,9 +260,10 @@ class _Bench:
             for variant in leg.variants:
                 self._ask(client, Ask(prompt, variant, 0), leg, 1, WARMUP_TOKENS)
         first = self.prompts[0]
-        chat = client.chat(first.messages, 2, 0.0, next(iter(leg.variants.values())))
-        self.held["template"] = {"prompt_tokens": len(first.prompt_ids), "server_prompt_tokens": chat.prompt_tokens}
-        self._record()
+        if not first.template:  # chats are asked with the server's defaults
+            chat = client.chat(first.messages, 2, 0.0, next(iter(leg.variants.values())))
+            self.held["template"] = {"prompt_tokens": len(first.prompt_ids), "server_prompt_tokens": chat.prompt_tokens}
+            self._record()
 
     def _note_server(self, leg: Leg, info: dict[str, Any]) -> None:
         servers = self.held.get("servers", {})

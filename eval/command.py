@@ -93,7 +93,16 @@ class Launch:
         return " \\\n  ".join([*before, *lines])
 
 
-def launch(config: Config, variant: str, drafter: str | None, port: int) -> Launch:
+@dataclass(frozen=True)
+class Addition:
+    """What a server gets on top of the config, for a purpose of eyas' own; it overrides engine.flags and the environment profile."""
+
+    flags: Flags = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that are lists (PYTHONPATH, SGLANG_PLUGINS) are put before what the server would have there."""
+
+
+def launch(config: Config, variant: str, drafter: str | None, port: int, addition: Addition | None = None) -> Launch:
     """Render how ``variant`` is served.
 
     Args:
@@ -101,17 +110,19 @@ def launch(config: Config, variant: str, drafter: str | None, port: int) -> Laun
         variant: "none", or the name of the drafter (embedded: of requests that name none).
         drafter: its folder or hub id ("hub:owner/name@revision"); None without speculation, and for the embedded engine.
         port: where it shall listen; not 0.
+        addition: sglang, vllm: what it gets besides.
 
     Raises EyasError for a flag that eyas sets itself, and for a broken environment profile.
     """
-    engine = config.engine
+    engine, addition = config.engine, addition or Addition()
     if engine.kind == "embedded":
         command = [sys.executable, "-m", "eval.server", str(config.folder("servers") / EMBEDDED / JOB)]
     else:
         render = _sglang if engine.kind == "sglang" else _vllm
         python = "python3" if engine.container else engine.python or sys.executable
-        command = [python, "-m", *render(config, drafter if variant != BASELINE else None, port)]
-    return Launch(command, _environment(engine), _url(engine.host, port), engine.kind, engine.container)
+        command = [python, "-m", *render(config, drafter if variant != BASELINE else None, port, addition.flags)]
+    environment = _joined(_environment(engine), addition.environment)
+    return Launch(command, environment, _url(engine.host, port), engine.kind, engine.container)
 
 
 def model_path(config: Config) -> str:
@@ -133,7 +144,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _sglang(config: Config, drafter: str | None, port: int) -> list[str]:
+def _sglang(config: Config, drafter: str | None, port: int, added: Flags) -> list[str]:
     engine, flags = config.engine, _flags(config, "model-path", "context-length", port)
     flags |= _more(engine.flags, "engine.flags", _SGLANG)
     if drafter is not None:
@@ -147,10 +158,10 @@ def _sglang(config: Config, drafter: str | None, port: int) -> list[str]:
             "speculative-num-draft-tokens": engine.draft_tokens or engine.draft_steps + 1,
         }
         flags |= _more(engine.draft_flags, "engine.draft_flags", _SGLANG)
-    return ["sglang.launch_server", *_words(flags)]
+    return ["sglang.launch_server", *_words(flags | added)]
 
 
-def _vllm(config: Config, drafter: str | None, port: int) -> list[str]:
+def _vllm(config: Config, drafter: str | None, port: int, added: Flags) -> list[str]:
     engine, flags = config.engine, _flags(config, "model", "max-model-len", port)
     # Not the sampling that a model's generation_config.json proposes; and usage tells the cached tokens.
     flags |= {"generation-config": "vllm", "enable-prompt-tokens-details": True}
@@ -166,7 +177,7 @@ def _vllm(config: Config, drafter: str | None, port: int) -> list[str]:
         flags["speculative-config"] = json.dumps(speculative)
         # vLLM 0.32 on, and refused without speculation; false in engine.flags leaves it out, and an older vLLM to its counters.
         flags.setdefault("per-request-spec-decode-metrics", "summary")
-    return ["vllm.entrypoints.openai.api_server", *_words(flags)]
+    return ["vllm.entrypoints.openai.api_server", *_words(flags | added)]
 
 
 def _flags(config: Config, model: str, context: str, port: int) -> Flags:
@@ -233,6 +244,19 @@ def _environment(engine: EngineConfig) -> dict[str, str]:
         # As an activated environment has it: engines compile kernels with the ninja that lies beside their interpreter.
         values = {"PATH": f"{Path(engine.python).absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"} | values
     return values
+
+
+_LISTS = {"PYTHONPATH": os.pathsep, "SGLANG_PLUGINS": ","}
+
+
+def _joined(values: dict[str, str], added: dict[str, str]) -> dict[str, str]:
+    """``values`` with ``added``, lists joined with what is there, in the profile or in eyas' own environment."""
+    joined = dict(added)
+    for name, between in _LISTS.items():
+        there = values.get(name) or os.environ.get(name)
+        if name in added and there:
+            joined[name] = f"{added[name]}{between}{there}"
+    return values | joined
 
 
 def _url(host: str, port: int) -> str:

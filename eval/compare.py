@@ -23,9 +23,9 @@ from eval.concurrency import shares
 from eval.conditions import read_conditions
 from eval.measurement import Measurement, read_measurements
 from eval.run_differences import Cause, Run, causes
-from eval.statistics import Interval, paired_quotient, ratio
 from eyas.errors import EyasError
 from eyas.manifest import NAME, read_manifest
+from eyas.statistics import Interval, paired_quotient, ratio
 
 RESAMPLES = 2000
 

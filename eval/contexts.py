@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from eval.measurement import Measurement
-from eval.statistics import Interval, ratio
 from eyas.acceptance import context_bucket
+from eyas.statistics import Interval, ratio
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,8 @@ def _template(target: Target, prompts: Sequence[BenchPrompt]) -> Check:
     """Our own tokenizer still renders the held-out prompts as it did when they were answered."""
     name, tokenizer = "tokenizer: template", target.tokenizer()
     for prompt in prompts:
-        ids: Any = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        options = {**prompt.template, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        ids: Any = tokenizer.apply_chat_template(prompt.messages, **options)
         if list(ids) != prompt.prompt_ids:
             words = [tokenizer.encode(message["content"], add_special_tokens=False) for message in prompt.messages]
             same = any(_contains(prompt.prompt_ids, ids) for ids in words)

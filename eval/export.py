@@ -16,6 +16,7 @@ from eyas.drafter import Drafter
 from eyas.errors import EyasError
 from eyas.files import digest_file
 from eyas.folder import DrafterFolder, drafter_config, read_drafter, tensor_contract, write_drafter
+from eyas.initial import with_positions
 from eyas.manifest import NAME, Manifest, finish, is_current, read_manifest, write_manifest
 from eyas.target import Target, open_target
 
@@ -44,11 +45,11 @@ def export(config: Config) -> Path:
     if best.layers != layers:
         raise EyasError(f"{source / 'best'} says it reads layers {best.layers}, its training run says {layers}: train again")
     dtype = best.drafter.fc.weight.dtype
-    drafter = _with_positions(best.drafter, max(best.drafter.shape.max_position, config.engine.context, target.shape.max_position))
+    drafter = with_positions(best.drafter, max(best.drafter.shape.max_position, config.engine.context, target.shape.max_position))
     write_manifest(folder, Manifest(kind="export", config=part, inputs=inputs))
     write_drafter(folder, drafter, drafter_config(drafter.shape, layers, target, **engines), dtype)
     _compare(folder, best, layers, target, dtype)
-    finish(folder, _holds(drafter, layers, target, dtype, trained.holds.get("best")))
+    finish(folder, _holds(drafter, layers, target, dtype, trained))
     for misread in misread_by(engines, layers, family):
         print(f"export: {misread}: it needs an export of its own (engine.kind, engine.version)", file=sys.stderr)
     return folder
@@ -101,14 +102,6 @@ def _stored(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _with_positions(drafter: Drafter, max_position: int) -> Drafter:
-    """The same weights in a drafter that can be used at more positions."""
-    with torch.device("meta"):
-        longer = Drafter(drafter.shape.model_copy(update={"max_position": max_position}))
-    longer.load_state_dict(drafter.state_dict(), assign=True)
-    return longer
-
-
 def _compare(folder: Path, best: DrafterFolder, layers: tuple[int, ...], target: Target, dtype: torch.dtype) -> None:
     """Read the export back; raise EyasError naming the first thing that is not as in the checkpoint."""
     shape = best.drafter.shape
@@ -144,9 +137,10 @@ def _probe(drafter: Drafter, embedding_VH: Tensor) -> Tensor:
     return drafter.logits(drafter.finish(attention_1NQd[0], hidden_NH))
 
 
-def _holds(drafter: Drafter, layers: tuple[int, ...], target: Target, dtype: torch.dtype, best: Any) -> dict[str, Any]:
+def _holds(drafter: Drafter, layers: tuple[int, ...], target: Target, dtype: torch.dtype, trained: Manifest) -> dict[str, Any]:
     return {
         "layers": list(layers),
+        "warm_start": trained.holds.get("warm_start"),
         "layer_convention": "k means HF hidden_states[k], the input of decoder layer k",
         "target": target.name,
         "target_digest": target.digest,
@@ -155,6 +149,6 @@ def _holds(drafter: Drafter, layers: tuple[int, ...], target: Target, dtype: tor
         "shape": drafter.shape.model_dump(mode="json"),
         "tensors": {name: list(size) for name, size in tensor_contract(drafter.shape).items()},
         "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
-        "checkpoint": best,
+        "checkpoint": trained.holds.get("best"),
         "verified": "names, shapes, dtypes, draft vocabulary, layers and logits read back",
     }

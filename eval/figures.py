@@ -16,9 +16,9 @@ from matplotlib.ticker import PercentFormatter
 
 from eval.bench import STARTER
 from eval.clients import BASELINE
-from eval.statistics import Interval
 from eval.summary import Summary, Variant, known_rates
 from eval.training import AcceptancePoint, TrainingLog
+from eyas.statistics import Interval
 
 # Placeholders: colours that no drawing uses by itself.
 INK, MUTED, GRID = "#010203", "#020304", "#030405"

@@ -1,6 +1,7 @@
 """Starting and ending servers: the embedded engine, SGLang or vLLM, each by its own interpreter or container, one server a run at a time.
 
     with serving(config, drafters, variant) as url: ...      for the length of a block; however that ends, no process is left
+    with capturing(config, flags, variables) as url: ...     the same, for a server that captures hidden states
     eyas serve / eyas wait / eyas stop                       a server that stays until it is stopped, from whichever terminal
 
 Every server has a keeper (``eval.keeper``) that outlives whoever started or watches it. A server of ``serving`` ends with the process that
@@ -23,17 +24,19 @@ from typing import Any
 
 from eval import gpu_memory
 from eval.clients import BASELINE
-from eval.command import JOB, Launch, is_loopback, launch, model_path
+from eval.command import JOB, Addition, Launch, is_loopback, launch, model_path
 from eval.environment import profile
 from eval.processes import MARK, STOP_S, Family, began, command_of, free_port, is_alive, listeners, oom_kills, require_free
 from eval.starts import EMBEDDED, Start, forget, note_stop, read_end, read_start, recorded
 from eval.watcher import LOOK_S, Watch, wait_until_ready
-from eyas.config import Config
+from eyas.config import Config, Flags
 from eyas.errors import EyasError
 from eyas.files import FileLock, read_object, write_json
 from eyas.progress import Status
 from eyas.weights import weight_files
 
+CAPTURE = "capture"
+"""Variant of a server without a drafter that captures hidden states."""
 _SPAWN_S = 120.0
 _CONTAINER_STOP_S = 60.0
 """A container's command passes the polite signal on; killed, it would leave the container behind."""
@@ -66,7 +69,20 @@ def serving(config: Config, drafters: dict[str, str], variant: str | None = None
     Raises EyasError, with the likely cause, when it cannot be started or dies, be it within the block. Its log is
     ``<output>/servers/<variant>/server.log``.
     """
-    running = _begin(config, drafters, variant, port=None, owned=True)
+    with _lent(config, _begin(config, drafters, variant, port=None, owned=True)) as url:
+        yield url
+
+
+@contextmanager
+def capturing(config: Config, flags: Flags, environment: dict[str, str]) -> Iterator[str]:
+    """As ``serving``, without a drafter and with more flags and variables: a server that captures hidden states. It is named "capture"."""
+    with _lent(config, _begin(config, {}, CAPTURE, port=None, owned=True, addition=Addition(flags, environment))) as url:
+        yield url
+
+
+@contextmanager
+def _lent(config: Config, running: _Running) -> Iterator[str]:
+    """Wait until the server is ready, lend it to the block, end it."""
     try:
         with Status() as status, Watch(running.folder, running.start) as watch:
             wait_until_ready(watch, status, running.name, config.engine.stuck_limit_s)
@@ -162,9 +178,11 @@ def stop(config: Config, variant: str | None) -> list[str]:
     return ended
 
 
-def _begin(config: Config, drafters: dict[str, str], variant: str | None, port: int | None, owned: bool) -> _Running:
+def _begin(
+    config: Config, drafters: dict[str, str], variant: str | None, port: int | None, owned: bool, addition: Addition | None = None
+) -> _Running:
     """Check what can be checked, then start a server under a keeper."""
-    name, default, drafter = _names(config, drafters, variant)
+    name, default, drafter = (CAPTURE, CAPTURE, None) if addition else _names(config, drafters, variant)
     folder = config.folder("servers") / name
     port = config.engine.port if port is None else port
     try:
@@ -176,7 +194,7 @@ def _begin(config: Config, drafters: dict[str, str], variant: str | None, port: 
         _require_alone(config)
         if port:
             require_free(config.engine.host, port)
-        prepared = launch(config, default, drafter, port or free_port(config.engine.host))
+        prepared = launch(config, default, drafter, port or free_port(config.engine.host), addition)
         _require_files(config, prepared, drafter)
         _tell_holders()
         if config.engine.kind == "embedded":
@@ -278,7 +296,7 @@ def _spawn(config: Config, folder: Path, variant: str, prepared: Launch, owned: 
         model=config.target.model,
         command=prepared.words(mark),
         environment=prepared.environment,
-        proven=profile(config.engine.environment),
+        proven={name: prepared.environment[name] for name in profile(config.engine.environment)},
         url=prepared.url,
         contained=bool(prepared.container),
         owner=os.getpid() if owned else None,

@@ -26,6 +26,8 @@ class BenchPrompt:
     category: str
     messages: list[dict[str, str]]
     prompt_ids: list[int]
+    template: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template with which the messages became these tokens."""
 
 
 @dataclass(frozen=True)

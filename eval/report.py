@@ -16,12 +16,12 @@ from eval.bench import STARTER
 from eval.clients import BASELINE
 from eval.conditions import LegRow, leg_rows, read_conditions
 from eval.measurement import read_measurements
-from eval.statistics import Interval
 from eval.summary import Summary, Variant, summarise
 from eval.training import TrainingLog, read_training
 from eyas.config import Config
 from eyas.files import digest_file, write_json, write_text
 from eyas.manifest import NAME, Manifest, begin, finish, read_manifest
+from eyas.statistics import Interval
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,9 @@ def source_of_states(config: Config, target: Target) -> FromTarget | FromStore:
 
 
 def fits(target: Target, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the target's weights find room on ``device``; of quantised weights nobody knows here what they grow to."""
+    """Whether the target's weights are here and find room on ``device``; of quantised ones nobody knows here what they grow to."""
+    if not target.is_whole:
+        return False
     kinds = [(entry.dtype, prod(entry.shape)) for file in weight_files(target.folder) for entry in read_header(file).tensors.values()]
     if any(kind not in _ITEM for kind, _ in kinds):
         return False

@@ -32,7 +32,6 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
-from transformers import PreTrainedTokenizerBase
 
 from eval import protocol
 from eval.clients import BASELINE
@@ -46,7 +45,10 @@ from eyas.conventions import family_of
 from eyas.errors import EyasError
 from eyas.files import read_json
 from eyas.folder import DrafterFolder, read_drafter
+from eyas.manifest import NAME as MANIFEST
+from eyas.manifest import read_manifest
 from eyas.target import Target, open_target, pick_device
+from eyas.tokenizer import ChatTokenizer
 
 BODY_LIMIT = 8 << 20  # bytes of a request
 DISCONNECT_POLL_S = 0.1
@@ -60,7 +62,7 @@ class Served:
     """All that the routes need: the loaded engine, names, and what /server_info tells."""
 
     engine: Engine
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: ChatTokenizer
     model_name: str
     default: str
     info: dict[str, Any]
@@ -91,7 +93,7 @@ def load(config: Config, drafters: dict[str, str], default: str | None = None) -
     folders = {}
     for number, (name, path) in enumerate(drafters.items(), 1):
         _say(f"loading drafter {name} ({number} of {len(drafters)})")
-        folders[name] = _as_captured(read_drafter(path, dtype, family), config)
+        folders[name] = _as_captured(read_drafter(path, dtype, family), path, config)
     engine = Engine(target, folders, dtype, config.engine.context, config.engine.draft_steps, device, config.engine.sampling)
     return Served(engine, target.tokenizer(), target.name, default, _server_info(config, target, drafters, default, engine, device))
 
@@ -101,11 +103,23 @@ def _say(text: str) -> None:
     print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
-def _as_captured(folder: DrafterFolder, config: Config) -> DrafterFolder:
-    """A drafter that does not tell its layers is served on those that the run captured for it, where it can mean them."""
-    layers = tuple(config.prep.states.layers or ())
-    fits = layers in folder.candidates or not folder.candidates
-    return replace(folder, layers=layers) if layers and fits and folder.layers is None else folder
+def _as_captured(folder: DrafterFolder, path: str, config: Config) -> DrafterFolder:
+    """A drafter that does not tell its layers is served on those that the run names or measured for it, where it can mean them."""
+    if folder.layers is not None:
+        return folder
+    named = tuple(config.prep.states.layers or ())
+    fits = named in folder.candidates or not folder.candidates
+    layers = named if named and fits else _measured(path, config)
+    return replace(folder, layers=layers) if layers else folder
+
+
+def _measured(path: str, config: Config) -> tuple[int, ...]:
+    """The layers that prep found the run's warm start to have been trained on; none for other drafters."""
+    states = config.folder("states/train")
+    if path != config.drafter.init or not (states / MANIFEST).is_file():
+        return ()
+    record = read_manifest(states, "states").holds.get("warm_start")
+    return tuple(record["layers"]) if record else ()
 
 
 def _server_info(
@@ -363,7 +377,7 @@ def _ask(served: Served, prompt_ids: list[int], sampling: SamplingParams, specul
 
 def _encode(served: Served, text: str, special_tokens: bool = True) -> list[int]:
     try:
-        return list(served.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+        return list(served.tokenizer.encode(text, add_special_tokens=special_tokens))
     except (TypeError, UnicodeError) as error:  # lone surrogates
         raise Refused(f"text cannot be tokenised: {error}", "text") from None
 

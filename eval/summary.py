@@ -21,9 +21,9 @@ from eval.concurrency import shares
 from eval.contexts import Contexts, by_context
 from eval.economics import CycleCost, Prediction, best, predict
 from eval.measurement import AFTER, BEFORE, Measurement, first_difference
-from eval.statistics import Interval, bootstrap, paired_difference, paired_quotient, quotient, ratio
 from eyas.acceptance import context_bucket
 from eyas.errors import EyasError
+from eyas.statistics import Interval, bootstrap, paired_difference, paired_quotient, quotient, ratio
 
 PREDICTED_STEPS = tuple(range(1, 9))
 

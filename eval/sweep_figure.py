@@ -7,8 +7,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.statistics import Interval
 from eval.sweep_result import SweepResult
+from eyas.statistics import Interval
 
 INK, MUTED, GRID, BASE = "#4c5560", "#5d6672", "#dcdfe3", "#8a939d"
 COLOURS = ("#1f6fb2", "#d98a14", "#1b8a6b", "#b0609a", "#7a6bd0")

@@ -1,6 +1,6 @@
 """Points of a sweep: one drafter (or none) at one setting, as a line of ``sweep/points.jsonl``, and what follows from one.
 
-A point is measured over a handful of prompts, the same ones at every point, so points are compared prompt by prompt (eval/statistics.py).
+A point is measured over a handful of prompts, the same ones at every point, so points are compared prompt by prompt (eyas/statistics.py).
 Rates are of decoding, from the first token on. A point's baseline is what ran nearest to it: the baseline requests of its own server start
 where speculation is switched per request (embedded), else the baseline servers before and after it.
 """
@@ -15,9 +15,9 @@ import numpy as np
 
 from eval.cost_model import Setting
 from eval.measurement import Measurement
-from eval.statistics import Floats, Interval, bootstrap, quotient, ratio
 from eyas.errors import EyasError
 from eyas.files import JsonlAppender, read_jsonl
+from eyas.statistics import Floats, Interval, bootstrap, quotient, ratio
 
 POINTS = "points.jsonl"
 

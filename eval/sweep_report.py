@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eval.statistics import Interval
 from eval.sweep_figure import sweep_figure
 from eval.sweep_result import Costs, Row, SweepResult
 from eyas.files import write_json, write_text
 from eyas.manifest import versions
+from eyas.statistics import Interval
 
 NONE = "–"
 DRIFT = 1.1

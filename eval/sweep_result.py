@@ -13,9 +13,9 @@ from eval.command import launch
 from eval.cost_model import BRANCH, FIRST_DRAFT, FORWARD, FURTHER_DRAFT, TOKEN, CostModel, Setting
 from eval.economics import required_rate
 from eval.exploration import Exploration
-from eval.statistics import Interval, ratio
 from eval.sweep_points import Forecast, PairedPoint, Parts, Point, pair
 from eyas.config import Config, EngineConfig
+from eyas.statistics import Interval, ratio
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Text of a growing reply, piece by piece, never half a character."""
 
-from transformers import PreTrainedTokenizerBase
+from eyas.tokenizer import ChatTokenizer
 
 _INCOMPLETE = "\ufffd"  # what decoders write for bytes that are no whole character yet
 
@@ -12,7 +12,7 @@ class TextStream:
     like can depend on the one before it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids: list[int] = []
         self._start = 0  # the tail begins here

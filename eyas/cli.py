@@ -79,9 +79,12 @@ def prep(
 
         print(write_heldout(loaded))
     else:
-        from data_prep.prep import run_prep
+        from functools import partial
 
-        run_prep(loaded)
+        from data_prep.prep import run_prep
+        from eval.launcher import capturing
+
+        run_prep(loaded, partial(capturing, loaded))
 
 
 @app.command()
@@ -291,17 +294,54 @@ def evaluate(config: ConfigOption = DEFAULT_CONFIG, overrides: SetOption = None)
 
 @app.command()
 def plan(
-    baseline_tps: Annotated[float, typer.Option(help="tokens a second of the server without speculation, one request")],
-    cycle_ms: Annotated[float, typer.Option(help="milliseconds of one draft+verify cycle")],
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML config of a run: plan all of it")] = None,
+    baseline_tps: Annotated[float | None, typer.Option(help="tokens a second of the server without speculation, one request")] = None,
+    cycle_ms: Annotated[float | None, typer.Option(help="milliseconds of one draft+verify cycle")] = None,
     want_tps: Annotated[float | None, typer.Option(help="tokens a second you wish for")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="of a run: print JSON instead of tables")] = False,
+    overrides: SetOption = None,
 ) -> None:
-    """Say which acceptance length breaks even, and which conditional acceptance that takes."""
+    """Say what a run takes (disk, hours, memory) and gains, from its config; or, without one, which acceptance length breaks even."""
     from rich.console import Console
 
+    if config is not None:
+        given = {"baseline_tps": baseline_tps, "cycle_ms": cycle_ms, "want_tps": want_tps}
+        options = [f"node.{name}={value}" for name, value in given.items() if value is not None]
+        _plan_run(config, [*(overrides or []), *options], as_json)
+        return
+    if baseline_tps is None or cycle_ms is None:
+        raise EyasError("plan: give --config of a run, or --baseline-tps and --cycle-ms")
+    if as_json or overrides:
+        raise EyasError("plan: --json and --set are for the plan of a run, give its --config")
     from eval.economics import plan as make_plan
     from eval.economics import plan_table
 
     Console().print(plan_table(make_plan(baseline_tps, cycle_ms, want_tps)))
+
+
+def _plan_run(config: Path, overrides: list[str], as_json: bool) -> None:
+    """Every stage's part of the plan of a run, in one sheet."""
+    import json
+
+    from rich.console import Console
+
+    from eval.plan import add_break_even, measured_by_bench
+    from eyas.config import load_config
+    from eyas.plan import add_phases, begin_plan, measured_so_far
+    from eyas.shapes import read_shapes
+    from train.costs import parameters
+    from train.plan import add_training
+
+    loaded = load_config(config, overrides)
+    shapes, known = read_shapes(loaded), measured_so_far(loaded) | measured_by_bench(loaded)
+    sheet = begin_plan(loaded, shapes, parameters(shapes.drafter), known)
+    add_training(sheet, loaded, shapes.drafter, known)
+    add_phases(sheet, loaded, known)
+    add_break_even(sheet, loaded, known)
+    if as_json:
+        print(json.dumps(sheet.json(), indent=2, ensure_ascii=False))
+    else:
+        Console(highlight=False).print(sheet.tables())
 
 
 @app.command()

@@ -5,6 +5,7 @@ Paths are relative to where the command runs. A run's stages write below ``outpu
 """
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +34,17 @@ class TargetConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: str = Field("auto", description="'auto' (cuda if there is one), 'cpu', 'cuda:0' ...")
     trust_remote_code: bool = Field(False, description="run Python code that the model's repository ships")
+    tokenizer: Literal["auto", "transformers", "tiktoken"] = Field(
+        "auto", description="tiktoken: Kimi's published vocabulary, read without its code; auto: that for Kimi models that ship one"
+    )
+    template: dict[str, Any] = Field(default_factory=dict, description="arguments of the chat template, e.g. {thinking: false}")
+
+    @model_validator(mode="after")
+    def _check(self) -> "TargetConfig":
+        reserved = {"messages", "tools", "conversation", "chat_template", "tokenize", "add_generation_prompt", "return_dict"}
+        if taken := sorted(reserved & set(self.template)):
+            raise ValueError(f"template: {taken[0]} is no argument to choose, each chat has its own")
+        return self
 
 
 class SourceConfig(Section):
@@ -57,27 +69,72 @@ class HeldoutConfig(Section):
 class RepliesConfig(Section):
     """How conversations get their replies."""
 
-    mode: Literal["generate", "given"] = Field("generate", description="the target answers (on-policy), or replies in the data are used")
+    mode: Literal["generate", "given", "server"] = Field(
+        "generate", description="the target answers (on-policy), here or behind servers, or replies in the data are used"
+    )
     temperatures: list[Annotated[float, Field(ge=0, le=2)]] = Field(
         [0.7], min_length=1, description="of training replies, 0 is greedy; of several, each prompt gets one, chosen by its key"
     )
     top_p: float = Field(1.0, gt=0, le=1)
     serving_temperature: float = Field(1.0, gt=0, le=2, description="of the second held-out set")
     max_new_tokens: int = Field(192, ge=1)
-    batch_size: int = Field(64, ge=1, description="sequences decoded together")
+    batch_size: int = Field(64, ge=1, description="generate: sequences decoded together")
     unfinished: Literal["keep", "drop"] = Field("keep", description="replies cut by the limit: kept without an end token, or dropped")
+    reasoning: Literal["keep", "drop"] = Field(
+        "keep",
+        description="of thinking models. keep: the template's default, and whatever the model writes is the reply; drop: prompts are "
+        "rendered with thinking off, so a row is what such a request sees and writes, and a reply that thinks all the same is quarantined",
+    )
+    servers: list[str] = Field(
+        default_factory=list, description="server: URLs of servers of the target; none: the engine of the engine section is started for it"
+    )
+    concurrency: int = Field(512, ge=1, le=65536, description="server: requests in flight, over all servers")
+    timeout_s: float = Field(1800, gt=0, description="server: a request without a reply after so long is sent again")
+    retries: int = Field(8, ge=0, description="server: so often a failed request is sent again before its prompt is quarantined")
+    give_up_s: float = Field(120, gt=0, description="server: the run ends when no server has answered for so long")
+
+    @model_validator(mode="after")
+    def _check(self) -> "RepliesConfig":
+        if self.servers and self.mode != "server":
+            raise ValueError(f"servers are asked with mode: server, not with mode: {self.mode}")
+        for url in self.servers:
+            if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
+                raise ValueError(f"servers: {url}: expected http://HOST:PORT")
+        if len(set(self.servers)) < len(self.servers):
+            raise ValueError("servers: one is there twice")
+        return self
 
 
 class StatesConfig(Section):
     """The hidden-state store."""
 
+    backend: Literal["hf", "sglang", "vllm"] = Field(
+        "hf", description="what runs the target: transformers here, or the engine of the engine section, whose workers write the states"
+    )
     dtype: Literal["bfloat16", "fp8"] = Field("bfloat16", description="fp8 is e4m3 with one scale per 128 values")
+    top_logprobs: int | None = Field(
+        None, ge=1, description="keep this many log-probabilities of the draft vocabulary a token in place of the final state; None: final"
+    )
     layers: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, min_length=1, description="k means HF hidden_states[k]; None: the warm start's own layers, from scratch [2, L//2, L-3]"
     )
+    candidates: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] | None = Field(
+        None,
+        min_length=2,
+        description="layer lists among which the untouched warm start is measured, likeliest first; None: what its config can mean",
+    )
+    probe_tokens: int = Field(20_000, ge=1, description="tokens on which the warm start is measured, where it has to be")
     batch_tokens: int = Field(4096, ge=1, description="tokens of one capture forward, padding included")
     shard_mb: int = Field(256, ge=1, description="a shard is closed at this size")
     recheck: float = Field(0.02, ge=0, le=1, description="share of rows captured again, alone, and compared")
+
+    @model_validator(mode="after")
+    def _check(self) -> "StatesConfig":
+        if self.layers and self.candidates:
+            raise ValueError("layers and candidates: the one settles what the other would measure, leave one out")
+        if self.top_logprobs and self.backend != "hf":
+            raise ValueError(f"top_logprobs: backend {self.backend} stores final states only; set it to null, or take backend hf")
+        return self
 
 
 class PrepConfig(Section):
@@ -234,6 +291,32 @@ class SweepConfig(Section):
         return self
 
 
+class NodeConfig(Section):
+    """The machine and the amount of work, for ``eyas plan`` alone: what neither the models nor the rest of the config tell.
+
+    None is "not known", and what depends on it is left open. What the run has measured by itself goes before a value given here.
+    """
+
+    gpus: int = Field(1, ge=1, description="GPUs of the node: ranks of training, and together the target's in capture and serving")
+    gpu_memory_gib: float | None = Field(None, gt=0, description="memory of one GPU")
+    training_tflops: float | None = Field(None, gt=0, description="10^12 operations a second that one GPU reaches in training's products")
+    bandwidth_gb_per_s: float | None = Field(None, gt=0, description="10^9 bytes a second that one GPU moves in its own memory")
+    link_gb_per_s: float | None = Field(None, gt=0, description="10^9 bytes a second that each GPU sends while gradients are added up")
+    prefill_tps: float | None = Field(None, gt=0, description="tokens a second that the target prefills, all GPUs together")
+    reply_tps: float | None = Field(None, gt=0, description="tokens a second that the target writes, all requests in flight together")
+    server_start_minutes: float | None = Field(None, gt=0, description="until the target's server answers")
+    disk_gb: float | None = Field(None, gt=0, description="10^9 bytes of disk that the run may take")
+    disk_mb_per_s: float | None = Field(None, gt=0, description="10^6 bytes a second that the disk takes for long")
+    training_tokens: int | None = Field(None, ge=1, description="tokens of training text, prompts and replies together")
+    reply_tokens: float | None = Field(None, gt=2, description="mean length of a reply")
+    reply_share: float | None = Field(None, gt=0, le=1, description="share of the training text that is replies, the rest is prompts")
+    draftable_share: float = Field(1.0, gt=0, le=1, description="share of reply tokens in the draft vocabulary; 1 plans for most work")
+    baseline_tps: float | None = Field(None, gt=0, description="tokens a second of the server without speculation, one request")
+    cycle_ms: float | None = Field(None, gt=0, description="milliseconds of one draft+verify cycle")
+    acceptance_length: float | None = Field(None, ge=1, description="of the drafter that training starts from, served")
+    want_tps: float | None = Field(None, gt=0, description="tokens a second that are wished for")
+
+
 class Config(Section):
     """A whole run."""
 
@@ -246,11 +329,18 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
     sweep: SweepConfig = SweepConfig()
+    node: NodeConfig = NodeConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if self.drafter.init != "scratch" and self.drafter.intermediate_size:
             raise ValueError("drafter: intermediate_size shapes a fresh drafter; a warm start keeps its own")
+        if self.drafter.init == "scratch" and self.prep.states.candidates:
+            raise ValueError("prep.states.candidates are measured with a warm start, drafter.init is scratch: name prep.states.layers")
+        if self.prep.states.backend not in ("hf", self.engine.kind):
+            raise ValueError(
+                f"prep.states.backend {self.prep.states.backend} needs engine.kind {self.prep.states.backend}, it is {self.engine.kind}"
+            )
         levels = self.eval.concurrency
         if self.engine.kind == "embedded" and levels != [1]:
             raise ValueError(

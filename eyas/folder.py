@@ -3,15 +3,15 @@
 Engines skip tensors they do not know and go on without those they miss. Here names, shapes and numbers must add up, both ways.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HTTPError  # type: ignore[attr-defined] # of whichever library it asks with
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,7 +25,7 @@ from eyas.files import atomic_path, read_object, write_json
 from eyas.shard import read_header
 from eyas.weights import INDEX, weight_files
 
-__all__ = ["DrafterFolder", "drafter_config", "read_drafter", "tensor_contract", "write_drafter"]
+__all__ = ["DrafterFolder", "drafter_config", "drafter_digest", "read_drafter", "tensor_contract", "write_drafter"]
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -138,6 +138,15 @@ def write_drafter(folder: Path, drafter: Drafter, config: dict[str, Any], dtype:
         write_json(config_file, {**config, "dtype": name, "torch_dtype": name})
 
 
+def drafter_digest(drafter: Drafter) -> str:
+    """SHA-256 over shape and weights as loaded: the same digest, the same computation."""
+    total = hashlib.sha256(drafter.shape.model_dump_json().encode())
+    for name, tensor in sorted(drafter.state_dict().items()):
+        total.update(name.encode())
+        total.update(memoryview(tensor.contiguous().numpy()).cast("B"))
+    return total.hexdigest()
+
+
 def _check_written(drafter: Drafter, config: dict[str, Any]) -> None:
     shape = drafter.shape
     read = read_config(config)
@@ -170,10 +179,10 @@ def _resolve(name: str) -> Path:
     if match is None:
         raise EyasError(f"{name} is no hub id, expected {HUB}owner/name[@revision]")
     try:
-        # Never more than this: some repositories hold gigabytes of pickled training state as well.
+        # Never more than this: some repositories hold gigabytes of pickled training state as well, or other checkpoints in folders.
         patterns = [CONFIG, "*.safetensors", INDEX]
-        return Path(snapshot_download(match["repository"], revision=match["revision"], allow_patterns=patterns))
-    except (OSError, ValueError, EntryNotFoundError, httpx.HTTPError) as error:
+        return Path(snapshot_download(match["repository"], revision=match["revision"], allow_patterns=patterns, ignore_patterns="*/*"))
+    except (OSError, ValueError, EntryNotFoundError, HTTPError) as error:
         raise EyasError(f"the hub does not give {name.removeprefix(HUB)}: {first_line(error)}") from error
 
 

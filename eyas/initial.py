@@ -19,11 +19,11 @@ from eyas.target import Target
 STD = 0.02
 _PROJECTIONS = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+_OUTPUT = "self_attn.o_proj.weight"
 # drafter's name -> target's name within its last layer
 _SAME = {
     "hidden_norm.weight": "input_layernorm.weight",
     "post_attention_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attn.o_proj.weight": "self_attn.o_proj.weight",
 }
 
 
@@ -77,6 +77,17 @@ def with_vocab(drafter: Drafter, ids_E: Tensor, target: Target) -> Drafter:
     return again
 
 
+def with_positions(drafter: Drafter, max_position: int) -> Drafter:
+    """The very same weights in a drafter that can be used at so many positions: rotary positions have no table to grow.
+
+    Without its embedding.
+    """
+    with torch.device("meta"):
+        longer = Drafter(drafter.shape.model_copy(update={"max_position": max_position}))
+    longer.load_state_dict(drafter.state_dict(), assign=True)
+    return longer
+
+
 def _shape(target: Target, draft_vocab_size: int, num_aux: int, intermediate_size: int | None, max_position: int | None) -> DrafterShape:
     shape = target.shape
     return DrafterShape(
@@ -114,16 +125,23 @@ def _fill(drafter: Drafter, target: Target, dtype: torch.dtype) -> None:
             weight.normal_(std=STD)
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -hidden:].copy_(torch.eye(hidden, dtype=dtype))
-    layer = target.layer_tensors(target.shape.num_layers - 1, dtype)
-    # without its scale a quantised weight is noise
-    last = {name: weight for name, weight in layer.items() if not {f"{name}_scale", f"{name}_scale_inv"} & layer.keys()}
-    for name in _PROJECTIONS:
-        if name in last and last[name].shape == (own[name].shape[0], hidden):
+    last = _last_layer(target, dtype)
+    same = dict(_SAME)
+    if all(name in last and last[name].shape == (own[name].shape[0], hidden) for name in _PROJECTIONS):
+        for name in _PROJECTIONS:
             own[name][:, :hidden].zero_()
             own[name][:, hidden:].copy_(last[name])
-    same = dict(_SAME)
+        same |= {_OUTPUT: _OUTPUT}  # of other queries, keys and values (latent attention's) it would make large noise
     if all(name in last and last[name].shape == own[name].shape for name in _MLP):
         same |= {name: name for name in _MLP}
     for ours, theirs in same.items():
         if theirs in last and last[theirs].shape == own[ours].shape:
             own[ours].copy_(last[theirs])
+
+
+def _last_layer(target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of the target's last layer what the drafter's can begin from: never its experts, and no weight that is noise without its scale."""
+    layer = target.shape.num_layers - 1
+    names = set(target.layer_names(layer))
+    plain = {name for name in names if not {f"{name}_scale", f"{name}_scale_inv"} & names}
+    return target.layer_tensors(layer, dtype, plain & {*_PROJECTIONS, _OUTPUT, *_MLP, *_SAME.values()})

@@ -16,7 +16,7 @@ from eyas.files import digest_file, read_jsonl, read_object
 from eyas.manifest import NAME as MANIFEST
 from eyas.manifest import Manifest, read_manifest
 from eyas.shard import TensorEntry, read_header
-from eyas.states import StateStore
+from eyas.states import StateSpec, StateStore
 from eyas.target import Target
 
 DIGEST_UP_TO = 1 << 30  # bytes; reading more than this only to print a digest would take too long
@@ -70,8 +70,8 @@ def _states(store: StateStore, verify: bool) -> list[RenderableType]:
         ("tokens", f"{totals['tokens']:,}, of them {totals['supervised']:,} supervised"),
         ("longest row", f"{max(store.lengths, default=0):,} tokens"),
         ("shards", f"{totals['shards']:,}, {_size(totals['bytes'])}, {totals['bytes_per_token']:,} bytes a token"),
-        ("layers", f"{', '.join(map(str, spec.layers))} (HF hidden_states ids) and final"),
-        ("states", f"{spec.dtype}, aux [tokens, {spec.aux_width}], final [tokens, {spec.hidden_size}]"),
+        ("layers", f"{', '.join(map(str, spec.layers))} (HF hidden_states ids) and {_distribution(spec)}"),
+        ("states", f"{spec.dtype}, aux [tokens, {spec.aux_width}], final [tokens, {spec.final_width}]"),
         ("vocabulary", f"{spec.vocab_size:,}"),
         ("target digest", spec.target_digest),
         ("tokenizer digest", spec.tokenizer_digest),
@@ -84,6 +84,13 @@ def _states(store: StateStore, verify: bool) -> list[RenderableType]:
     for name, count in categories.items():
         table.add_row(Text(name), *(f"{count[column]:,}" for column in ("rows", "tokens", "supervised")))
     return [_grid(facts), table]
+
+
+def _distribution(spec: StateSpec) -> str:
+    """What a store keeps of the target's distribution."""
+    if spec.top_logprobs is None:
+        return "final"
+    return f"the {spec.top_logprobs} largest log-probabilities in the draft vocabulary {str(spec.vocab_digest)[:12]}"
 
 
 def _replies(folder: Path) -> list[RenderableType]:
@@ -105,12 +112,18 @@ def _replies(folder: Path) -> list[RenderableType]:
 
 def _count_reply(row: dict[str, Any]) -> dict[str, int]:
     """Counts of one line: generated replies are supervised whole, given ones by their mask."""
-    if "ids" in row:
-        tokens, supervised = len(row["ids"]), sum(row.get("supervised", ()))
+    given = row.get("rows")
+    if given is not None:
+        tokens, supervised = sum(len(part["ids"]) for part in given), sum(sum(part["supervised"]) for part in given)
     else:
         supervised = len(row.get("reply_ids", ()))
         tokens = len(row.get("prompt_ids", ())) + supervised
-    return {"rows": 1, "finished": int(bool(row.get("finished"))), "tokens": tokens, "supervised": supervised}
+    return {
+        "rows": 1 if given is None else len(given),
+        "finished": int(bool(row.get("finished"))),
+        "tokens": tokens,
+        "supervised": supervised,
+    }
 
 
 def _is_drafter(tensors: dict[str, TensorEntry]) -> bool:

@@ -48,6 +48,11 @@ class Task:
             self._last_print = time.monotonic()
             self._print_line()
 
+    def print(self, text: str) -> None:
+        """Print a line that stays."""
+        # markup off: a note may hold brackets
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def rate(self) -> float:
         """Units a second in this process."""
         return (self.done - self._start_done) / max(time.monotonic() - self._start, 1e-9)
@@ -62,8 +67,7 @@ class Task:
         return f"{self.description}: {self.done:,.0f}/{self.total:,.0f} {self.unit}, {self._rate_text()}, {eta} {self._note}".rstrip()
 
     def _print_line(self) -> None:
-        # markup off: a note may hold brackets
-        self._console.print(self._line(), highlight=False, markup=False, soft_wrap=True)
+        self.print(self._line())
 
     def close(self) -> None:
         """Stop the display; in plain mode print the final line."""

@@ -13,7 +13,10 @@ from eyas.files import atomic_path
 
 CODES = {  # the format's own dtype names
     torch.int32: "I32",
+    torch.float32: "F32",
     torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
 }

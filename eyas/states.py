@@ -3,7 +3,8 @@
 A folder of safetensors shards in which unpadded rows lie one behind the other, one JSON sidecar a shard, and, once the store is finished,
 ``index.json`` (all rows, sorted by key) and a complete ``manifest.json``::
 
-    states-<writer>-<n>.safetensors   ids int32 [N], supervised uint8 [N], aux [N, A], final [N, H] (+ aux_scale, final_scale for fp8)
+    states-<writer>-<n>.safetensors   ids int32 [N], supervised uint8 [N], aux [N, A], final [N, H] (+ aux_scale, final_scale for fp8);
+                                      in place of final perhaps index uint16 [N, k], logprob float16 [N, k], rest, outside float32 [N]
     states-<writer>-<n>.json          the shard's SHA-256 and its rows; a shard without one does not exist
     index.json, manifest.json
 
@@ -11,7 +12,8 @@ Any number of processes write at once, each under its own writer name; none touc
 not yet flushed (at most ``shard_bytes`` or about ``FLUSH_AFTER_S`` seconds of work), and nothing else: the next one starts from ``keys``.
 
 A token costs 5 + 2 x (A + H) bytes in bfloat16, and 5 + (A + H) + 2 bytes per block of 128 in fp8: 57,349 and 29,125 at H 7168 with three
-aux layers.
+aux layers. Top log-probabilities, 4 x k + 8 bytes, in place of final: 22,365 with fp8 and k 128. They are kept for all tokens, though only
+labels need them: a prompt's would save 2 % of that, and cost every reader an index of what is there.
 """
 
 import re
@@ -31,7 +33,7 @@ from eyas.manifest import Manifest, begin, finish, read_manifest
 from eyas.state_faults import find_faults
 from eyas.state_index import NAME as INDEX
 from eyas.state_index import Index, merge, next_number, read_index, read_sidecars, resume, spec_of, totals
-from eyas.state_row import NotFinite, StateRow, StateSpec, row_key
+from eyas.state_row import NotFinite, StateRow, StateSpec, decode_top, row_key
 from eyas.state_shards import ShardWriter
 
 __all__ = ["NotFinite", "StateRow", "StateSpec", "StateStore", "StateWriter", "finish_store", "row_key"]
@@ -161,13 +163,16 @@ class StateStore:
             part = {tensor: handle.get_slice(tensor)[rows] for tensor in self.spec.tensors()}
         except (SafetensorError, OSError) as error:
             raise EyasError(f"cannot read {self.folder / name}: {error}; `eyas inspect --verify` tells more") from None
+        aux_TA = self._decode(part, "aux")
+        with_final = self.spec.top_logprobs is None
         return StateRow(
             key=self.keys[i],
             category=self.categories[i],
             ids_T=part["ids"].long(),
             supervised_T=part["supervised"].bool(),
-            aux_TA=self._decode(part, "aux"),
-            final_TH=self._decode(part, "final"),
+            aux_TA=aux_TA,
+            final_TH=self._decode(part, "final") if with_final else aux_TA.new_empty(len(aux_TA), 0),
+            top=None if with_final else decode_top(part),
         )
 
     def totals(self) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 Row r of a drafter's lm_head is target token ``ids_D[r] = r + d2t[r]``. D draft vocabulary, V target vocabulary, H hidden size.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from eyas.errors import EyasError
+from eyas.files import digest_bytes
 
 RIDGE = 1e-2  # of the mean square of a head's column: as good as 1e-3 and 1e-1 on SmolLM2's starter
 
@@ -22,6 +25,21 @@ def choose_vocab(counts_V: Tensor, size: int, old_ids_D: Tensor | None = None) -
     if old_ids_D is not None:
         ranks_V[old_ids_D] += 1
     return ranks_V.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def drafter_vocab(counts_V: Tensor, size: int | None, own_ids_D: Tensor | None) -> Tensor:
+    """The vocabulary in which a run's drafter drafts, row by row: a warm start's own, or the ``size`` (all) tokens counted most often.
+
+    prep and train both ask here, with the same counts, so that log-probabilities are stored in the vocabulary that is trained.
+    """
+    if size is None and own_ids_D is not None:
+        return own_ids_D
+    return choose_vocab(counts_V, size or len(counts_V), own_ids_D)
+
+
+def vocab_digest(ids_D: Tensor) -> str:
+    """SHA-256 over the target tokens of a drafter's rows (int32, little-endian), hexadecimal; the order of the rows is part of it."""
+    return digest_bytes(ids_D.cpu().numpy().astype("<i4").tobytes())
 
 
 def offsets(ids_D: Tensor) -> Tensor:
@@ -47,6 +65,22 @@ def coverage(counts_V: Tensor, ids_D: Tensor) -> float:
     if total == 0:
         raise EyasError("coverage of a draft vocabulary: no token was counted")
     return int(counts_V[ids_D].sum()) / total
+
+
+def expected_length(conditional_J: Sequence[float | None], old: float, new: float) -> float:
+    """Acceptance length to expect when the draft vocabulary's coverage goes from ``old`` to ``new`` (shares of the text, ``old`` above 0).
+
+        1 + sum over j of prod over i <= j of  min(1, r_i * new / old)
+
+    r_i is the conditional acceptance rate of draft i with the old vocabulary (None, never reached: 0). A chain ends at a token that cannot
+    be proposed, so r_i = coverage * a_i, a_i the rate among tokens that can be; a_i is taken to stay, and tokens to fall outside
+    independently of one another. New tokens are right that often only once they are trained. With new = old: the length as it is.
+    """
+    length = chance = 1.0
+    for rate in conditional_J:
+        chance *= min(1.0, (rate or 0.0) * new / old)
+        length += chance
+    return length
 
 
 def is_offset(d2t_D: Tensor, vocab_size: int, t2d_V: Tensor | None = None) -> bool:

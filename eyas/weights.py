@@ -14,12 +14,8 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises EyasError when the index is broken, a file of it is missing, or there are no safetensors weights.
     """
-    index = folder / INDEX
-    if index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-            raise EyasError(f"{index} has no weight_map")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
+    if (folder / INDEX).is_file():
+        files = [folder / name for name in sorted(set(read_index(folder).values()))]
         if missing := [file.name for file in files if file.parent != folder or not file.is_file()]:
             raise EyasError(f"{folder} lacks {len(missing)} of its {len(files)} shards, the first is {missing[0]}: download it again")
         return files
@@ -28,3 +24,12 @@ def weight_files(folder: Path) -> list[Path]:
     if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
         raise EyasError(f"{folder} has its weights only in {pickles[0]}, a pickle, which can run code when read: convert to safetensors")
     raise EyasError(f"{folder} has no *.safetensors weights")
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Which shard holds which tensor, by the folder's index. Raises EyasError when it is broken."""
+    index = folder / INDEX
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        raise EyasError(f"{index} has no weight_map")
+    return weight_map

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.distribution import TopLogProbs, join
 from eyas.states import StateRow, StateSpec, StateStore
 
 
@@ -26,7 +27,8 @@ class Batch:
     """Rows packed without padding: N tokens of B rows.
 
     ids_N int64; positions_N int64, counted from 0 in each row; supervised_N bool; aux_NA and final_NH as read from the store;
-    starts_B1 int64 [B + 1], where each row begins, and N at the end; keys of the B rows.
+    starts_B1 int64 [B + 1], where each row begins, and N at the end; keys of the B rows. Where the store has the target's top
+    log-probabilities in place of final states, they are ``top`` and final_NH is [N, 0].
     """
 
     ids_N: Tensor
@@ -36,6 +38,7 @@ class Batch:
     final_NH: Tensor
     starts_B1: Tensor
     keys: tuple[str, ...]
+    top: TopLogProbs | None = None
 
     @property
     def tokens(self) -> int:
@@ -53,7 +56,7 @@ class Batch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **changed)
+        return replace(self, **changed, top=self.top and self.top.map(change))
 
 
 def pack(rows: Sequence[StateRow]) -> Batch:
@@ -67,6 +70,7 @@ def pack(rows: Sequence[StateRow]) -> Batch:
         final_NH=torch.cat([row.final_TH for row in rows]),
         starts_B1=torch.tensor([0, *lengths]).cumsum(0),
         keys=tuple(row.key for row in rows),
+        top=join(tops) if (tops := [row.top for row in rows if row.top is not None]) else None,
     )
 
 
@@ -77,10 +81,15 @@ def blank(spec: StateSpec) -> Batch:
         positions_N=torch.zeros(1, dtype=torch.int64),
         supervised_N=torch.zeros(1, dtype=torch.bool),
         aux_NA=torch.zeros(1, len(spec.layers) * spec.hidden_size, dtype=torch.bfloat16),
-        final_NH=torch.zeros(1, spec.hidden_size, dtype=torch.bfloat16),
+        final_NH=torch.zeros(1, spec.final_width, dtype=torch.bfloat16),
         starts_B1=torch.tensor([0, 1]),
         keys=("",),
+        top=None if spec.top_logprobs is None else _blank_top(spec.top_logprobs),
     )
+
+
+def _blank_top(k: int) -> TopLogProbs:
+    return TopLogProbs(torch.zeros(1, k, dtype=torch.int32), torch.zeros(1, k, dtype=torch.float16), torch.zeros(1), torch.zeros(1))
 
 
 @dataclass(frozen=True)

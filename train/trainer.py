@@ -144,7 +144,10 @@ class Run:
         """The module that trains the drafter, wrapped for DDP, and the one that measures it: as many drafts as will be served."""
         drafter, target = self.drafter, self.inputs.target
         drafter.set_embedding(target.embedding(self.dtype))
-        head_DH = target.lm_head(self.dtype)[drafter.draft_ids_D].to(self.device)
+        # Top log-probabilities are made already: then the target's lm_head is neither read nor held.
+        whole = self.inputs.train.spec.top_logprobs is None
+        head_DH = target.lm_head(self.dtype)[drafter.draft_ids_D] if whole else torch.empty(0, target.shape.hidden_size, dtype=self.dtype)
+        head_DH = head_DH.to(self.device)
         drafter.to(self.device)
         test = TrainingTimeTest(drafter, head_DH, self.settings.ttt_steps, self.settings.step_weight_decay)
         return self.accelerator.prepare_model(test), TrainingTimeTest(drafter, head_DH, self.config.engine.draft_steps, 1.0)
@@ -370,6 +373,7 @@ class Run:
             "supervised_tokens": self.at.supervised,
             "seconds": round(self._elapsed(), 3),
             "layers": list(self.inputs.layers),
+            "warm_start": self.inputs.measured,
             "best": asdict(best),
             "processes": self.accelerator.num_processes,
         }

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from eyas.drafter import Drafter
 from train.attention import merged_attention, query_blocks
 from train.batches import Batch
-from train.loss import PairLosses, soft_cross_entropy
+from train.loss import PairLosses, soft_cross_entropy, top_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class TrainingTimeTest(nn.Module):
     """Drafter and loss as one module with one ``forward``, so that DDP can wrap it.
 
     drafter: master weights; every forward casts its matrices once to the compute dtype, norms keep theirs. target_head_DH: the target's
-    lm_head rows of the draft vocabulary, frozen; its dtype IS the compute dtype. steps: J. decay: step j weighs decay ** j.
+    lm_head rows of the draft vocabulary, frozen, [0, H] where batches bring top log-probabilities; its dtype IS the compute dtype.
+    steps: J. decay: step j weighs decay ** j.
     """
 
     target_head_DH: Tensor
@@ -159,9 +160,10 @@ class TrainingTimeTest(nn.Module):
         weight_P = torch.cat(
             [torch.full(t.shape, self.decay**j, dtype=torch.float64, device=t.device) for j, t in enumerate(chains.t_by_step)]
         )
-        return soft_cross_entropy(
-            normed_PH, self.drafter.lm_head.weight, batch.final_NH, self.target_head_DH, chains.label_P(), weight_P, with_guess
-        )
+        head_DH, label_P = self.drafter.lm_head.weight, chains.label_P()
+        if batch.top is not None:
+            return top_cross_entropy(normed_PH, head_DH, batch.top, label_P, weight_P, with_guess)
+        return soft_cross_entropy(normed_PH, head_DH, batch.final_NH, self.target_head_DH, label_P, weight_P, with_guess)
 
     def _sums(self, batch: Batch, chains: Chains, losses: PairLosses) -> StepSums:
         counted = chains.counted_J.tolist()

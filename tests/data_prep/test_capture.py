@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -9,6 +11,7 @@ from eyas.attention_hf import NAME
 from eyas.config import StatesConfig
 from eyas.errors import EyasError
 from eyas.states import StateSpec, StateStore, finish_store, row_key
+from eyas.vocab import vocab_digest
 
 LAYERS = (1, 3, 5)
 RARE = 260  # a token that only the rows of one test use
@@ -166,3 +169,21 @@ def test_a_store_with_rows_of_other_replies_is_refused(run, rows):
     run(rows)
     with pytest.raises(EyasError, match="holds 1 rows that the replies do not have"):
         run(rows[1:])
+
+
+@torch.no_grad()
+def test_log_probabilities_are_the_models_in_the_draft_vocabulary(model, tiny, spec, rows, tmp_path):
+    ids_D = torch.arange(0, tiny.shape.vocab_size, 3)
+    spec = replace(spec, top_logprobs=10, vocab_digest=vocab_digest(ids_D))
+    report = capture(model, tiny, rows, tmp_path / "store", spec, StatesConfig(batch_tokens=128, recheck=1.0), "test", ids_D)
+    store = finished(tmp_path / "store")
+    assert report.rechecked == len(rows)
+    for row in map(store.read, range(len(store))):
+        logprobs_TV = model(row.ids_T[None]).logits[0].log_softmax(-1)
+        expected = logprobs_TV[:, ids_D].topk(10)
+        torch.testing.assert_close(row.top.logprob_NK.float(), expected.values, atol=1e-4, rtol=2**-10)
+        found_TK = logprobs_TV.gather(1, ids_D[row.top.index_NK.long()])
+        torch.testing.assert_close(found_TK, expected.values, atol=1e-4, rtol=1e-4)
+        inside_T = logprobs_TV[:, ids_D].exp().sum(-1)
+        torch.testing.assert_close(row.top.outside_N, 1 - inside_T, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(row.top.rest_N, inside_T - expected.values.exp().sum(-1), atol=1e-5, rtol=1e-4)

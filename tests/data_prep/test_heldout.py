@@ -34,6 +34,14 @@ def test_the_prompts_are_those_that_a_whole_prep_holds_out_with_the_tokens_it_wo
     assert holds == {"prompts": 4, "categories": {"chat": 4}, "quarantined": {}}
 
 
+def test_arguments_of_the_template_are_kept_with_the_prompts_that_they_rendered(make_config, tmp_path):
+    source, tools = tmp_path / "tools.jsonl", [{"type": "function", "function": {"name": "look"}}]
+    source.write_text("".join(json.dumps({"prompt": f"{number} is what?", "tools": tools}) + "\n" for number in range(4)))
+    config = make_config(sources=[{"source": str(source)}], heldout={"prompts": 2})
+    config = config.model_copy(update={"target": config.target.model_copy(update={"template": {"style": "brief"}})})
+    assert [row["template"] for row in rows(write_heldout(config))] == [{"style": "brief", "tools": tools}] * 2
+
+
 def test_a_second_time_writes_nothing_and_other_prompts_are_written_anew(make_config):
     folder = write_heldout(make_config())
     before = (folder / "heldout.jsonl").stat().st_mtime_ns

@@ -6,15 +6,17 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from data_prep.prep import run_prep, state_spec
+from data_prep.prep import run_prep
 from data_prep.replies import SETS, read_rows
 from data_prep.show import SUPERVISED, coloured, show
 from eyas.cli import main
+from eyas.config import DrafterConfig
 from eyas.errors import EyasError
-from eyas.folder import DrafterFolder
 from eyas.manifest import read_manifest
 from eyas.states import StateStore
 from eyas.target import Target
+from eyas.vocab import vocab_digest
+from train.inputs import open_inputs
 
 
 def test_a_run_ends_with_three_verified_stores_of_the_replies_rows(make_config, tiny):
@@ -66,22 +68,6 @@ def test_the_summary_names_counts_quarantine_and_coverage(make_config, capsys):
     assert "263 tokens cover 100.00% of the supervised training tokens" in text
 
 
-@pytest.mark.parametrize(
-    ("asked", "recorded", "candidates", "layers"),
-    [
-        ([1, 2, 4], (0, 3, 5), [], (1, 2, 4)),
-        (None, (0, 3, 5), [], (0, 3, 5)),
-        (None, None, [(1, 3, 4), (2, 4, 5)], (1, 3, 4)),
-        (None, None, [], (2, 3, 4)),
-    ],
-)
-def test_layers_are_the_configs_else_the_warm_starts_else_the_targets(make_config, tiny_folder, asked, recorded, candidates, layers):
-    config = make_config(states={"layers": asked})
-    target = Target(tiny_folder, "tiny")
-    target.default_layers = lambda: (2, 3, 4)
-    assert state_spec(config, target, DrafterFolder(None, recorded, [], {}, candidates)).layers == layers
-
-
 def test_shown_rows_have_exactly_their_supervised_stretch_in_colour(make_config, tiny):
     config = make_config()
     run_prep(config)
@@ -115,3 +101,22 @@ def test_the_module_runs_a_yaml_config_and_says_user_errors_in_one_line(make_con
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("eyas: ")
     assert "temperatures is [1.0] there and [0.2] here" in error
+
+
+def test_log_probabilities_are_kept_in_the_vocabulary_that_training_will_choose(make_config, capsys):
+    config = make_config(states={"top_logprobs": 5, "dtype": "fp8"}).model_copy(
+        update={"drafter": DrafterConfig(init="scratch", draft_vocab_size=40)}
+    )
+    run_prep(config)
+    assert "5 log-probabilities of the draft vocabulary, fp8" in " ".join(capsys.readouterr().out.split())
+    inputs = open_inputs(config)
+    digest = vocab_digest(inputs.drafter.draft_ids_D)
+    for store in (inputs.train, *inputs.held_out.values()):
+        assert (store.spec.top_logprobs, store.spec.vocab_digest) == (5, digest)
+        assert store.read(0).top.index_NK.max() < 40
+
+
+def test_more_log_probabilities_than_the_draft_vocabulary_has_are_refused(make_config):
+    config = make_config(states={"top_logprobs": 41}).model_copy(update={"drafter": DrafterConfig(init="scratch", draft_vocab_size=40)})
+    with pytest.raises(EyasError, match="top_logprobs is 41, of a draft vocabulary of 40 tokens"):
+        run_prep(config)

@@ -69,7 +69,7 @@ def test_rows_that_cannot_be_answered_are_counted_by_reason(tmp_path: Path) -> N
         {"messages": []},
         {"prompt": "  "},
         {"prompt": "half a \ud83d face"},
-        {"messages": [*user("Call it"), {"role": "tool", "content": "{}"}]},
+        {"messages": [*user("Call it"), {"role": "critic", "content": "{}"}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
         {"messages": [*user("Hi"), {"role": "system", "content": "x"}]},
         {"prompt": "Why?"},
@@ -80,8 +80,8 @@ def test_rows_that_cannot_be_answered_are_counted_by_reason(tmp_path: Path) -> N
         "unusable: no user turn": 2,
         "unusable: empty turn": 1,
         "unusable: lone surrogates, which are no text": 1,
-        "unusable: role tool": 1,
-        "unusable: content that is not text": 1,
+        "unusable: role critic": 1,
+        "unusable: content of type image": 1,
         "unusable: ends with a system turn": 1,
     }
 

@@ -112,7 +112,8 @@ def test_given_replies_train_as_they_are_and_held_out_prompts_are_answered_by_th
     config = make_config(sources=[{"source": str(source)}], heldout={"prompts": 2}, replies={"mode": "given"})
     folder, tokenizer = run(config, tiny), tiny.tokenizer()
     for record in lines(folder, "train").values():
-        reply = [token for token, flag in zip(record["ids"], record["supervised"], strict=True) if flag]
+        (row,) = record["rows"]
+        reply = [token for token, flag in zip(row["ids"], row["supervised"], strict=True) if flag]
         assert tokenizer.decode(reply) == record["messages"][-1]["content"] + "<|im_end|>"
     for record in lines(folder, "greedy").values():
         assert record["messages"][-1]["role"] == "user"
@@ -156,14 +157,18 @@ def record(key, prompt, reply, finished=True):
     return {"key": key, "category": "chat", "prompt_ids": prompt, "reply_ids": reply, "finished": finished}
 
 
+def given(key, ids, supervised):
+    return {"key": key, "category": "chat", "rows": [{"ids": ids, "supervised": supervised}], "finished": True}
+
+
 @pytest.mark.parametrize(
     ("faulty", "reason"),
     [
         (record("x", [1, 2], []), "empty reply"),
         (record("x", [1, 2], [9]), "reply is only an end token"),
         (record("x", [1] * 100, [5] * 61), "row over prep.max_length"),
-        ({"key": "x", "category": "chat", "ids": [1, 2], "supervised": [0, 0], "finished": True}, "no supervised token"),
-        ({"key": "x", "category": "chat", "ids": [1, 2], "supervised": [1, 1], "finished": True}, "everything supervised"),
+        (given("x", [1, 2], [0, 0]), "no supervised token"),
+        (given("x", [1, 2], [1, 1]), "everything supervised"),
         (record("x", [1, 2], [3, 4, 9]), "duplicate row"),
     ],
 )
@@ -171,6 +176,14 @@ def test_a_row_that_cannot_be_trained_on_is_quarantined_with_the_reason(make_con
     rows = build_rows([record("good", [1, 2], [3, 4, 9]), faulty], make_config().prep, eos_ids=[9])
     assert [row.prompt_key for row in rows.usable] == ["good"]
     assert [(fault.prompt_key, fault.reason) for fault in rows.quarantined] == [("x", reason)]
+
+
+def test_each_row_of_a_given_conversation_stands_for_itself(make_config):
+    talk = given("x", [1, 2, 9], [0, 1, 1])
+    talk["rows"] += given("", [5] * 161, [0] + [1] * 160)["rows"] + given("", [1, 3, 9], [0, 1, 1])["rows"]
+    rows = build_rows([talk], make_config().prep, eos_ids=[9])
+    assert [(row.prompt_key, row.tokens.ids) for row in rows.usable] == [("x", [1, 2, 9]), ("x", [1, 3, 9])]
+    assert [fault.reason for fault in rows.quarantined] == ["row over prep.max_length"]
 
 
 @pytest.mark.parametrize(("option", "kept", "omitted"), [("keep", 2, 0), ("drop", 1, 1)])

@@ -1,6 +1,7 @@
 """What tests in real engines share: prompts, what transformers answers to them greedily in float32, and SGLang as it is served on a CPU."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from data_prep.prompts import load_source
 from data_prep.template import prompt_ids
 from eyas.config import SourceConfig, TargetConfig
 from eyas.target import Target, open_target
+from tests.engines.kimi_run import Run
+from tests.engines.kimi_run import kimi_run as make_kimi_run
 from tests.engines.served import SGLANG, STAND_IN, Text
 from tests.fitted import Fitted
 
@@ -48,6 +51,12 @@ def texts(target: Target, chats: list[list[dict[str, str]]]) -> list[Text]:
 def known(fitted: Fitted) -> list[Text]:
     """The texts that the fitted drafter knows."""
     return [(text.prompt_ids, text.reply_ids) for text in fitted.texts]
+
+
+@pytest.fixture(scope="session")
+def kimi_run(kimi: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that trained and exported a drafter for a tiny random Kimi-K2.5."""
+    return make_kimi_run(kimi, tmp_path_factory.mktemp("kimi_run"))
 
 
 @pytest.fixture(scope="session")

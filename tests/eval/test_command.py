@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from eval.command import Launch, is_loopback, launch
+from eval.command import Addition, Launch, is_loopback, launch
 from eyas.config import Config, load_config
 from eyas.errors import EyasError
 
@@ -189,3 +189,16 @@ def test_the_node_of_eight_gpus_gets_its_commands() -> None:
         "NCCL_BUFFSIZE": "16777216",
         "NCCL_NTHREADS": "512",
     }
+
+
+def test_what_a_capture_adds_overrides_flags_and_joins_lists_with_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "their_plugin")
+    profile = tmp_path / "profile.yaml"
+    profile.write_text("PYTHONPATH: /their/code\nNCCL_PROTO: LL\n")
+    asked = config(flags={"tp": 8, "disable-radix-cache": False}, environment=str(profile))
+    flags = {"disable-radix-cache": True, "speculative-algorithm": "EAGLE3"}
+    addition = Addition(flags, {"PYTHONPATH": "/ours", "SGLANG_PLUGINS": "ours", "EYAS_CAPTURE": "{}"})
+    got = launch(asked, "capture", None, 31000, addition)
+    assert line(got.command) == f"{BASELINE} --disable-radix-cache --speculative-algorithm EAGLE3"
+    wanted = {"PYTHONPATH": "/ours:/their/code", "SGLANG_PLUGINS": "ours,their_plugin", "EYAS_CAPTURE": "{}", "NCCL_PROTO": "LL"}
+    assert wanted.items() <= got.environment.items()

@@ -25,6 +25,7 @@ from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import read_json, write_json
 from eyas.folder import read_drafter
+from eyas.manifest import begin, finish
 from eyas.target import Target
 from tests.eval.tiny import tiny_config, tiny_target, write_tiny_drafter
 
@@ -382,6 +383,13 @@ def test_a_drafter_of_ambiguous_layers_is_served_on_those_the_run_captured(targe
     captured = config.model_copy(update={"prep": config.prep.model_copy(update={"states": states})})
     for run, layers in ((config, (1, 3, 4)), (captured, (0, 2, 3))):
         assert load(run, {"starter": str(path.parent)}).engine.layers == {"starter": layers}
+
+    # as prep leaves it that has measured the warm start
+    warm = config.model_copy(update={"drafter": config.drafter.model_copy(update={"init": str(path.parent)})})
+    begin(config.folder("states/train"), "states", {}, {})
+    finish(config.folder("states/train"), {"warm_start": {"layers": [0, 2, 3]}})
+    assert load(warm, {"starter": str(path.parent)}).engine.layers == {"starter": (0, 2, 3)}
+    assert load(config, {"starter": str(path.parent)}).engine.layers == {"starter": (1, 3, 4)}
 
 
 def test_a_port_in_use_is_refused(config: Config) -> None:

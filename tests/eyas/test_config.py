@@ -89,8 +89,29 @@ def test_layers_that_no_model_has_are_refused(tmp_path, layers):
     assert "prep.states.layers" in refused(tmp_path, SMALL, f"prep.states.layers={layers}")
 
 
+def test_layers_are_named_or_measured_and_measured_only_with_a_warm_start(tmp_path):
+    measured = "prep.states.candidates=[[1, 2, 3], [2, 3, 4]]"
+    warm = load(tmp_path, SMALL, measured, "drafter.init=some/folder")
+    assert warm.prep.states.candidates == [[1, 2, 3], [2, 3, 4]]
+    assert "leave one out" in refused(tmp_path, SMALL, measured, "drafter.init=some/folder", "prep.states.layers=[1, 2, 3]")
+    assert "drafter.init is scratch: name prep.states.layers" in refused(tmp_path, SMALL, measured)
+    assert "prep.states.candidates" in refused(tmp_path, SMALL, "prep.states.candidates=[[1, 2, 3]]", "drafter.init=some/folder")
+
+
+def test_log_probabilities_are_stored_by_the_capture_through_transformers_alone(tmp_path):
+    assert load(tmp_path, SMALL, "prep.states.top_logprobs=128").prep.states.top_logprobs == 128
+    refusal = refused(tmp_path, SMALL, "prep.states.top_logprobs=128", "prep.states.backend=sglang", "engine.kind=sglang")
+    assert "backend sglang stores final states only" in refusal
+    assert "prep.states.top_logprobs" in refused(tmp_path, SMALL, "prep.states.top_logprobs=0")
+
+
 def test_the_shape_of_a_fresh_drafter_is_refused_for_a_warm_start(tmp_path):
     assert "a warm start keeps its own" in refused(tmp_path, SMALL, "drafter.init=some/folder", "drafter.intermediate_size=32")
+
+
+def test_the_engine_that_captures_is_the_one_of_the_engine_section(tmp_path):
+    assert "prep.states.backend sglang needs engine.kind sglang, it is embedded" in refused(tmp_path, SMALL, "prep.states.backend=sglang")
+    assert load(tmp_path, SMALL, "prep.states.backend=vllm", "engine.kind=vllm").prep.states.backend == "vllm"
 
 
 def test_a_section_left_empty_takes_its_defaults(tmp_path):

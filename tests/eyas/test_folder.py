@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from eyas import folder as folder_module
 from eyas import vocab
 from eyas.drafter import Drafter, DrafterShape
 from eyas.errors import EyasError
@@ -417,20 +416,6 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(EyasError, match=r"model\.safetensors: not a safetensors file"):
         read_drafter(str(tmp_path))
-
-
-def test_from_the_hub_only_config_and_safetensors_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repository = foreign_folder(tmp_path / "repository")
-    asked: list[dict[str, Any]] = []
-
-    def download(name: str, **options: Any) -> str:
-        asked.append({"name": name, **options})
-        return str(repository)
-
-    monkeypatch.setattr(folder_module, "snapshot_download", download)
-    assert same_weights(read_drafter("hub:owner/name@v1.2", dtype=torch.bfloat16).drafter, random_drafter())
-    patterns = ["config.json", "*.safetensors", "model.safetensors.index.json"]
-    assert asked == [{"name": "owner/name", "revision": "v1.2", "allow_patterns": patterns}]
 
 
 def test_a_hub_that_does_not_answer_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from eyas.drafter import rope_table
 from eyas.errors import EyasError
-from eyas.initial import fresh_drafter, with_vocab
+from eyas.folder import read_drafter
+from eyas.initial import fresh_drafter, with_positions, with_vocab
 from eyas.target import Target
 from eyas.vocab import reselect
 
 IDS = torch.tensor([0, 3, 4, 20, 36])
+STARTER = Path(__file__).parents[2] / "checkpoints" / "starter-smollm2"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -79,6 +82,31 @@ def test_another_draft_vocabulary_changes_no_logit_of_a_token_that_stays(tmp_pat
     assert torch.equal(new.fc.weight, old.fc.weight)
     assert torch.equal(new.midlayer.mlp.down_proj.weight, old.midlayer.mlp.down_proj.weight)
     assert new.t2d.nonzero().flatten().tolist() == chosen.tolist()
+
+
+def test_the_starters_kept_rows_predict_the_same_bits_in_another_draft_vocabulary(smollm2: Path) -> None:
+    target, old = Target(smollm2, "smollm2"), read_drafter(STARTER).drafter
+    generator = torch.Generator().manual_seed(0)
+    others_N = (~old.t2d).nonzero()[:, 0]
+    chosen_E = torch.cat([old.draft_ids_D[::2], others_N[torch.randperm(len(others_N), generator=generator)[:3000]]]).sort().values
+    new = with_vocab(old, chosen_E, target)
+    kept = torch.isin(chosen_E, old.draft_ids_D)
+    rows_K = torch.searchsorted(old.draft_ids_D, chosen_E[kept])
+    assert kept.sum() == len(old.draft_ids_D[::2])
+    normed = old.norm(torch.randn(50, 576, generator=generator))
+    said = [torch.nn.functional.linear(normed, rows) for rows in (old.lm_head.weight[rows_K], new.lm_head.weight[kept])]
+    assert torch.equal(*said)
+    before, after = dict(old.named_parameters()), dict(new.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before if name != "lm_head.weight")
+
+
+def test_more_positions_change_no_weight_and_no_factor_of_a_position_that_was_there(tmp_path: Path) -> None:
+    drafter = fresh_drafter(llama(tmp_path), IDS, (1, 2, 3))
+    longer = with_positions(drafter, 200)
+    assert longer.shape == drafter.shape.model_copy(update={"max_position": 200})
+    assert all(torch.equal(tensor, longer.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+    assert torch.equal(rope_table(longer.shape)[:64], rope_table(drafter.shape))
 
 
 def test_another_mlp_size_begins_at_random_and_the_rest_as_the_target(tmp_path: Path) -> None:

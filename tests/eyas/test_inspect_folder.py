@@ -9,6 +9,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eyas.distribution import TopLogProbs
 from eyas.errors import EyasError
 from eyas.files import JsonlAppender
 from eyas.inspect_folder import inspect
@@ -36,6 +37,17 @@ def store(folder: Path, finished: bool = True) -> None:
             writer.add(StateRow(key, category, ids, mask, torch.randn(tokens, 24), torch.randn(tokens, 8)))
     if finished:
         finish_store(folder, {"rejected": 2})
+
+
+def test_a_store_of_log_probabilities_names_their_number_and_vocabulary(tmp_path):
+    spec = StateSpec((1, 2, 3), 8, "fp8", 100, "TARGET", "TOKENIZER", 2, "0123456789abcdef")
+    ids, mask = torch.arange(5), torch.arange(5) % 2 == 1
+    top = TopLogProbs(torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2), torch.zeros(5), torch.zeros(5))
+    with StateWriter(tmp_path, spec, 1 << 20) as writer:
+        key = row_key(ids.tolist(), mask.tolist())
+        writer.add(StateRow(key, "chat", ids, mask, torch.randn(5, 24), torch.empty(5, 0), top))
+    finish_store(tmp_path, {})
+    assert "1, 2, 3 (HF hidden_states ids) and the 2 largest log-probabilities in the draft vocabulary 0123456789ab" in flat(said(tmp_path))
 
 
 def drafter(folder: Path) -> None:
@@ -114,7 +126,7 @@ def test_replies_are_counted_by_file_and_category(tmp_path):
     begin(tmp_path, "replies", {}, {})
     with JsonlAppender(tmp_path / "train.jsonl") as file:
         file.append({"category": "chat", "prompt_ids": [1, 2], "reply_ids": [3, 4, 5], "finished": True})
-        file.append({"category": "chat", "ids": [1, 2, 3], "supervised": [0, 0, 1], "finished": False})
+        file.append({"category": "chat", "rows": [{"ids": [1, 2, 3], "supervised": [0, 0, 1]}], "finished": False})
     text = flat(said(tmp_path))
     assert "replies, NOT complete" in text
     assert "train.jsonl chat 2 1 8 4" in text

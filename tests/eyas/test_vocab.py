@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eyas import vocab
+from eyas.acceptance import Acceptance, walk
 from eyas.errors import EyasError
 
 
@@ -99,3 +100,38 @@ def test_among_tokens_counted_alike_the_old_vocabulary_stays() -> None:
     assert vocab.choose_vocab(counts, 4, torch.tensor([4, 5])).tolist() == [1, 3, 4, 5]
     assert vocab.choose_vocab(counts, 2, torch.tensor([4, 5])).tolist() == [1, 5]
     assert vocab.choose_vocab(counts, 4).tolist() == [0, 1, 3, 5]
+
+
+@pytest.mark.parametrize(("old", "new"), [(0.9, 0.98), (0.98, 0.9), (0.6, 1.0)])
+def test_the_length_expected_of_another_coverage_is_that_of_simulated_chains(old: float, new: float) -> None:
+    generator, tokens, rates = torch.Generator().manual_seed(0), 20_000, torch.tensor([0.8, 0.7, 0.6])
+    right_MJ = torch.rand(tokens, 3, generator=generator) < rates
+    rank_M = torch.rand(tokens + 3, generator=generator)
+
+    def simulated(coverage: float) -> Acceptance:
+        # draft j of chain m is token m + 1 + j of the text; the tokens that a larger vocabulary has are a superset
+        inside_MJ = (rank_M < coverage).unfold(0, 3, 1)[1:]
+        return Acceptance.of(walk(right_MJ & inside_MJ, torch.arange(tokens)), 3)
+
+    before, after = simulated(old), simulated(new)
+    assert vocab.expected_length(before.conditional_J, old, old) == pytest.approx(before.length, abs=0.01)
+    assert vocab.expected_length(before.conditional_J, old, new) == pytest.approx(after.length, rel=0.02)
+
+
+def test_a_rate_never_passes_one_and_a_draft_that_was_never_reached_is_never_right() -> None:
+    assert vocab.expected_length([0.9, None, 0.5], 0.5, 1.0) == 2.0
+    assert vocab.expected_length([0.5, 0.5], 0.8, 0.8) == 1.75
+
+
+def test_a_drafter_keeps_its_vocabulary_unless_a_size_asks_for_another() -> None:
+    counts, own = torch.tensor([0, 5, 2, 9, 2, 2, 0]), torch.tensor([0, 6])
+    assert vocab.drafter_vocab(counts, None, own).tolist() == [0, 6]
+    assert vocab.drafter_vocab(counts, 5, own).tolist() == [1, 2, 3, 4, 5]
+    assert vocab.drafter_vocab(counts, 2, None).tolist() == [1, 3]
+    assert vocab.drafter_vocab(counts, None, None).tolist() == list(range(7))
+
+
+def test_a_vocabularys_digest_is_of_its_tokens_in_their_order_whatever_their_dtype() -> None:
+    ids = torch.tensor([3, 70000, 5])
+    assert vocab.vocab_digest(ids) == vocab.vocab_digest(ids.int())
+    assert len({vocab.vocab_digest(torch.tensor(other)) for other in ([3, 5], [5, 3], [3, 6], [3])}) == 4

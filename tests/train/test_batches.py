@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.distribution import TopLogProbs
 from eyas.errors import EyasError
 from eyas.states import StateRow, StateSpec
-from train.batches import Batch, Position, Prefetch, epoch_order, fill, pack, plan_epoch
+from train.batches import Batch, Position, Prefetch, blank, epoch_order, fill, pack, plan_epoch
 
 SPEC = StateSpec(layers=(1, 2), hidden_size=4, dtype="bfloat16", vocab_size=50, target_digest="t", tokenizer_digest="k")
 
@@ -121,6 +123,26 @@ def test_packing_keeps_rows_whole_and_counts_positions_from_zero() -> None:
     assert batch.keys == ("row1", "row2")
     assert batch.tokens == 5
     assert isinstance(batch.to(torch.device("cpu")), Batch)
+
+
+def test_log_probabilities_are_packed_moved_and_blank_where_a_store_holds_them() -> None:
+    rows = [
+        replace(state_row(number, tokens), final_TH=torch.empty(tokens, 0), top=top(number, tokens)) for number, tokens in ((1, 3), (2, 2))
+    ]
+    batch = pack(rows).to(torch.device("cpu"), torch.float64)
+    assert batch.top is not None
+    assert batch.top.index_NK[:, 0].tolist() == [1, 1, 1, 2, 2]
+    assert batch.top.outside_N.tolist() == [1, 1, 1, 2, 2]
+    assert (batch.aux_NA.dtype, batch.top.logprob_NK.dtype) == (torch.float64, torch.float16)
+    empty = blank(replace(SPEC, top_logprobs=4, vocab_digest="d"))
+    assert empty.top is not None
+    assert (empty.top.index_NK.shape, empty.final_NH.shape) == ((1, 4), (1, 0))
+    assert blank(SPEC).top is None
+
+
+def top(number: int, tokens: int) -> TopLogProbs:
+    index = torch.full((tokens, 4), number, dtype=torch.int32)
+    return TopLogProbs(index, -index.half(), torch.full((tokens,), 0.5), torch.full((tokens,), float(number)))
 
 
 @given(st.lists(st.integers(1, 90), max_size=40))

@@ -1,11 +1,13 @@
 """The training-time test against the slow reference, and what it must not depend on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from eyas.distribution import TopLogProbs
 from eyas.drafter import Drafter, DrafterShape
 from tests.train.reference import counts, reference_loss, reference_pairs
 from train.attention import BLOCK_QUERIES
@@ -96,6 +98,20 @@ def test_loss_and_every_gradient_equal_the_reference_in_float64(heads: dict[str,
     loss, found = loss_and_gradients(made, [batch])
     assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
     assert difference(found, gradients(made, expected)) < 1e-6
+
+
+def test_all_log_probabilities_in_place_of_final_states_give_the_reference_without_a_target_head() -> None:
+    made = drafter()
+    batch = packed(made, [text(made, pattern, seed) for seed, pattern in enumerate(HARD)])
+    expected = reference_loss(made, batch, target_head(made), STEPS, DECAY)
+    logprob_ND, index_ND = (batch.final_NH @ target_head(made).T).log_softmax(-1).sort(-1, descending=True)
+    nothing_N = torch.zeros(batch.tokens).double()
+    told = replace(batch, final_NH=batch.final_NH[:, :0], top=TopLogProbs(index_ND, logprob_ND, nothing_N, nothing_N))
+    test = TrainingTimeTest(made, torch.empty(0, made.shape.hidden_size).double(), STEPS, DECAY)
+    sums = test(told, with_hits=True)
+    assert float(sums.loss_sum.detach()) == pytest.approx(float(expected.detach()), rel=1e-9)
+    assert difference(gradients(made, sums.loss_sum), gradients(made, expected)) < 1e-6
+    assert torch.equal(sums.hits_J, TrainingTimeTest(made, target_head(made), STEPS, DECAY)(batch, with_hits=True).hits_J)
 
 
 def test_blocks_and_label_blocks_of_any_size_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from eval.statistics import Interval, bootstrap, paired_difference, paired_quotient, ratio
 from eyas.errors import EyasError
+from eyas.statistics import Interval, bootstrap, paired_difference, paired_quotient, ratio
 
 
 def test_a_ratio_is_the_sum_over_the_sum_not_the_mean_of_ratios():
