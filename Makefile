@@ -38,7 +38,7 @@ test: .venv/installed ## lint, types, tests without the engines
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
-	OMP_NUM_THREADS=1 $(RUN)/pytest --numprocesses auto --dist loadfile --ignore tests/engines
+	OMP_NUM_THREADS=1 $(RUN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --ignore tests/engines
 
 test-engines: .venv/installed engines ## tests in SGLang and vLLM themselves (20 minutes with installing them)
 	EYAS_ENGINES=required OMP_NUM_THREADS=1 $(RUN)/pytest tests/engines

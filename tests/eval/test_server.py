@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -262,14 +263,17 @@ def wait_until_idle(http: httpx.Client) -> float:
 def test_requests_wait_in_line_and_flush_cache_refuses_meanwhile(http: httpx.Client, url: str) -> None:
     with (
         httpx.Client(base_url=url, trust_env=False, timeout=60) as other,
+        ThreadPoolExecutor(8) as pool,
         other.stream("POST", "/generate", json=LONG | {"stream": True}) as running,
     ):
         lines = running.iter_lines()
         next(lines)
+        behind = [pool.submit(other.post, "/generate", json=LONG) for _ in range(8)]  # one long reply may be over before we have asked
         assert http.post("/flush_cache").status_code == 400
         assert http.get("/health_generate").status_code == 200
         assert generate(http)["meta_info"]["completion_tokens"] == 20
         assert list(lines)[-2] == "data: [DONE]"
+        assert [reply.result().json()["meta_info"]["completion_tokens"] for reply in behind] == [240] * 8
     wait_until_idle(http)
 
 
