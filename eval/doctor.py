@@ -35,7 +35,9 @@ from eyas import conventions
 from eyas.config import Config
 from eyas.conventions import Engine, family_of
 from eyas.errors import EyasError
+from eyas.files import read_object
 from eyas.target import Target, open_target
+from eyas.weights import weight_files
 
 PROMPTS, NEW_TOKENS = 8, 64
 STATES_OF = 32
@@ -80,6 +82,8 @@ def examine(config: Config, export: Path, url: str | None = None, prompts: int =
     Raises EyasError when the target cannot be opened or ``export`` is no folder with weights. A server that cannot be asked, or does not
     start, is a finding.
     """
+    weight_files(export)  # before a server is started for a folder that is none
+    read_object(export / "config.json")
     target = open_target(config.target)
     family = family_of(target.shape.model_type)
     seen = _look_at_server(config, target, export, url, prompts, new_tokens)

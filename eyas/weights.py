@@ -12,8 +12,10 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def weight_files(folder: Path) -> list[Path]:
     """The folder's safetensors files in order of name; those of its index, if it has one.
 
-    Raises EyasError when the index is broken, a file of it is missing, or there are no safetensors weights.
+    Raises EyasError when there is no such folder, its index is broken, a file of that is missing, or there are no safetensors weights.
     """
+    if not folder.is_dir():
+        raise EyasError(f"{folder} is {'no folder' if folder.exists() else 'not there'}: name a folder with *.safetensors weights")
     if (folder / INDEX).is_file():
         files = [folder / name for name in sorted(set(read_index(folder).values()))]
         if missing := [file.name for file in files if file.parent != folder or not file.is_file()]:

@@ -32,3 +32,11 @@ def test_a_file_outside_the_folder_or_not_there_is_refused(tmp_path: Path, name:
 def test_an_index_without_a_map_is_refused(tmp_path: Path, weight_map: object) -> None:
     with pytest.raises(EyasError, match="has no weight_map"):
         weight_files(folder(tmp_path, weight_map))
+
+
+def test_what_is_no_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EyasError, match="nosuch is not there: name a folder"):
+        weight_files(tmp_path / "nosuch")
+    with pytest.raises(EyasError, match="file is no folder: name a folder"):
+        weight_files(tmp_path / "file")
