@@ -75,7 +75,8 @@ def test_two_thousand_prompts_at_512_in_flight_come_back_exactly_whatever_goes_w
     assert outcomes == exact(asked)
     assert min(seen[kind] for kind in faults) > 20
     assert set((engine.answered + other.answered).values()) <= {1}
-    assert (engine.most_in_flight, other.most_in_flight) == (256, 256)
+    # 256 each at first; a server that asks for a pause leaves its share to the other
+    assert all(256 <= server.most_in_flight <= 512 for server in (engine, other))
 
 
 @pytest.mark.parametrize("owner", OWNERS)
