@@ -41,7 +41,7 @@ test: .venv/installed ## lint, types, tests without the engines
 	OMP_NUM_THREADS=1 $(RUN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --ignore tests/engines
 
 test-engines: .venv/installed engines ## tests in SGLang and vLLM themselves (20 minutes with installing them)
-	EYAS_ENGINES=required OMP_NUM_THREADS=1 $(RUN)/pytest --numprocesses auto --dist loadfile --durations 10 tests/engines
+	EYAS_ENGINES=required OMP_NUM_THREADS=1 $(RUN)/pytest tests/engines
 
 starter: .venv/installed ## train the starter drafter anew, in two rounds (hours), and put it under checkpoints/starter-smollm2
 	mkdir -p checkpoints/starter-run-2
