@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyas.distribution import TopLogProbs
@@ -261,3 +263,23 @@ def test_steps_beyond_the_trained_ones_change_no_earlier_step() -> None:
     batch = packed(made, [text(made, "pppsssssss"), text(made, "ppsssosss")])
     few, many = (TrainingTimeTest(made, target_head(made), steps, DECAY)(batch).loss_J for steps in (2, 5))
     assert few.tolist() == pytest.approx(many[:2].tolist(), rel=1e-12)
+
+
+def rank_gradients(rank: int, meeting: str, folder: str) -> None:
+    """One of two processes: the gradients of half the rows as DDP brings them together, divided as the trainer divides them."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    made = drafter()
+    rows = [text(made, pattern, seed) for seed, pattern in enumerate(HARD)]
+    test = torch.nn.parallel.DistributedDataParallel(TrainingTimeTest(made, target_head(made), STEPS, DECAY))
+    test(packed(made, rows[rank::2])).loss_sum.backward()
+    found = {name: 2 * weight.grad for name, weight in made.named_parameters() if weight.grad is not None}  # DDP gives the mean
+    save_file(found, Path(folder) / f"rank{rank}.safetensors")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_have_the_gradient_of_one_in_float64(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(rank_gradients, (str(tmp_path / "meeting"), str(tmp_path)), nprocs=2)
+    made = drafter()
+    _, alone = loss_and_gradients(made, [packed(made, [text(made, pattern, seed) for seed, pattern in enumerate(HARD)])])
+    for rank in (0, 1):
+        assert difference(load_file(tmp_path / f"rank{rank}.safetensors"), alone) < 1e-12
