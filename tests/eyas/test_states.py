@@ -16,51 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eyas import fp8
-from eyas.distribution import TopLogProbs
 from eyas.errors import EyasError
 from eyas.manifest import read_manifest
-from eyas.shard import read_header, write_shard
+from eyas.shard import read_header
 from eyas.states import NotFinite, StateRow, StateSpec, StateStore, StateWriter, finish_store, row_key
-
-H = 144  # one whole block of 128 and a short one
-LAYERS = (2, 15, 27)
-MB = 1 << 20
-
-
-def spec(dtype: str = "bfloat16") -> StateSpec:
-    return StateSpec(LAYERS, H, dtype, vocab_size=49152, target_digest="target", tokenizer_digest="tokens")
-
-
-def make_row(seed: int, tokens: int, category: str = "chat", dtype: torch.dtype = torch.bfloat16) -> StateRow:
-    """The same row for the same seed and length, in any process."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(49152, (tokens,), generator=generator)
-    supervised = torch.rand(tokens, generator=generator) < 0.6
-    aux = (torch.randn(tokens, len(LAYERS) * H, generator=generator) * 10).to(dtype)
-    final = torch.randn(tokens, H, generator=generator).to(dtype)
-    return StateRow(row_key(ids.tolist(), supervised.tolist()), category, ids, supervised, aux, final)
-
-
-def fill(folder: Path, rows: list[StateRow], dtype: str = "bfloat16", shard_bytes: int = MB, writer: str = "w0") -> None:
-    with StateWriter(folder, spec(dtype), shard_bytes, writer) as store:
-        for row in rows:
-            store.add(row)
-
-
-def finished(folder: Path, rows: list[StateRow], dtype: str = "bfloat16", shard_bytes: int = MB) -> StateStore:
-    fill(folder, rows, dtype, shard_bytes)
-    finish_store(folder, {})
-    return StateStore(folder)
-
-
-def assert_same_row(read: StateRow, written: StateRow) -> None:
-    assert (read.key, read.category) == (written.key, written.category)
-    assert read.ids_T.dtype == torch.int64
-    assert read.supervised_T.dtype == torch.bool
-    assert torch.equal(read.ids_T, written.ids_T)
-    assert torch.equal(read.supervised_T, written.supervised_T)
-    assert torch.equal(read.aux_TA, written.aux_TA.bfloat16())
-    assert torch.equal(read.final_TH, written.final_TH.bfloat16())
+from tests.eyas.state_rows import MB, H, assert_same_row, fill, finished, make_row, spec
 
 
 def fp8_bound(values_TC: torch.Tensor, width: int) -> torch.Tensor:
@@ -337,7 +297,7 @@ WRITE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_states import MB, make_row, spec
+from state_rows import MB, make_row, spec
 from eyas.states import StateWriter
 folder, writer, seeds = Path(sys.argv[2]), sys.argv[3], range(*map(int, sys.argv[4:6]))
 with StateWriter(folder, spec(), 40_000, writer) as store:
@@ -426,7 +386,7 @@ FILL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_states import MB, make_row, spec
+from state_rows import MB, make_row, spec
 from eyas.errors import EyasError
 from eyas.states import StateWriter
 folder = Path(sys.argv[2])
@@ -497,132 +457,6 @@ def test_a_disk_that_fills_between_shard_and_sidecar_leaves_neither_and_the_next
     assert_same_row(StateStore(folder).read(0), row)
 
 
-# --- damage
-
-
-def damaged(tmp_path: Path, dtype: str = "bfloat16") -> Path:
-    rows = [make_row(i, 20) for i in range(4)]
-    store = finished(tmp_path, rows, dtype, shard_bytes=20 * spec(dtype).bytes_per_token() * 2)
-    assert store.verify() == []
-    return tmp_path / "states-w0-00001.safetensors"
-
-
-def faults(folder: Path) -> list[str]:
-    return StateStore(folder, incomplete=True).verify()
-
-
-def test_a_truncated_shard_is_named(tmp_path):
-    shard = damaged(tmp_path)
-    shard.write_bytes(shard.read_bytes()[:-100])
-    (fault,) = faults(tmp_path)
-    assert fault.startswith(f"{shard.name}: truncated")
-    store = StateStore(tmp_path)
-    with pytest.raises(EyasError, match=shard.name):
-        [store.read(i) for i in range(4)]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_a_single_flipped_bit_is_named(tmp_path, dtype):
-    shard = damaged(tmp_path, dtype)
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 4
-    shard.write_bytes(data)
-    (fault,) = faults(tmp_path)
-    assert fault.startswith(f"{shard.name}: its checksum")
-
-
-def test_an_empty_shard_is_named(tmp_path):
-    shard = damaged(tmp_path)
-    shard.write_bytes(b"")
-    assert faults(tmp_path) == [f"{shard.name}: empty (zero bytes)"]
-
-
-def test_a_missing_shard_is_named_at_opening_and_by_verify(tmp_path):
-    shard = damaged(tmp_path)
-    shard.unlink()
-    assert faults(tmp_path) == [f"{shard.name}: missing"]
-    with pytest.raises(EyasError, match=rf"1 of 2 shards are missing, the first is {shard.name}"):
-        StateStore(tmp_path)
-
-
-def test_a_deleted_shards_rows_are_captured_anew_and_only_they(tmp_path):
-    damaged(tmp_path).unlink()
-    (tmp_path / "manifest.json").unlink()
-    with StateWriter(tmp_path, spec(), MB) as writer:
-        assert [writer.add(make_row(i, 20)) for i in range(4)] == [False, False, True, True]
-    finish_store(tmp_path, {})
-    assert StateStore(tmp_path).verify() == []
-
-
-def test_a_foreign_file_under_a_shards_name_is_named(tmp_path):
-    shard = damaged(tmp_path)
-    write_shard(shard, {"weight": [torch.ones(3).bfloat16()]}, {"format": "pt"})
-    assert faults(tmp_path) == [f"{shard.name}: not a shard of states"]
-    shard.write_bytes(b"PK\x03\x04" * 50)
-    assert faults(tmp_path) == [f"{shard.name}: not a safetensors file (or cut off within its header)"]
-
-
-def test_a_shard_of_a_future_format_is_named(tmp_path):
-    shard = damaged(tmp_path)
-    write_shard(shard, {"ids": [torch.ones(3, dtype=torch.int32)]}, {"eyas": "states", "format": "2"})
-    assert faults(tmp_path) == [f"{shard.name}: format 2; this eyas reads format 1"]
-
-
-def test_a_sidecar_of_a_future_format_is_named(tmp_path):
-    sidecar = damaged(tmp_path).with_suffix(".json")
-    sidecar.write_text(json.dumps({**json.loads(sidecar.read_text()), "format": 2, "new_field": 1}))
-    assert f"{sidecar.name}: format 2; this eyas reads format 1" in faults(tmp_path)
-    with pytest.raises(EyasError, match=f"{sidecar.name}: format 2"):
-        StateWriter(tmp_path, spec(), MB)
-
-
-def test_a_sidecar_of_another_spec_is_named(tmp_path):
-    sidecar = damaged(tmp_path).with_suffix(".json")
-    values = json.loads(sidecar.read_text())
-    values["spec"]["target_digest"] = "another"
-    sidecar.write_text(json.dumps(values))
-    assert any(fault.startswith(f"{sidecar.name}: spec.target_digest is 'another' there") for fault in faults(tmp_path))
-
-
-def test_a_shard_without_a_sidecar_is_named(tmp_path):
-    sidecar = damaged(tmp_path).with_suffix(".json")
-    sidecar.unlink()
-    found = faults(tmp_path)
-    assert f"{sidecar.stem}.safetensors: no sidecar, not part of the store" in found
-    assert any(fault.startswith("index.json: 2 rows have no sidecar") for fault in found)
-
-
-def test_an_index_that_is_not_the_manifests_is_refused_and_named(tmp_path):
-    damaged(tmp_path)
-    index = tmp_path / "index.json"
-    index.write_text(index.read_text() + "\n")
-    with pytest.raises(EyasError, match="not the index"):
-        StateStore(tmp_path)
-    (fault,) = faults(tmp_path)
-    assert fault.startswith("index.json: ")
-    index.unlink()
-    with pytest.raises(EyasError, match=r"cannot read .*index\.json"):
-        StateStore(tmp_path)
-
-
-def test_swapped_rows_are_found_by_their_keys(tmp_path):
-    sidecar = damaged(tmp_path).with_suffix(".json")
-    values = json.loads(sidecar.read_text())
-    values["keys"].reverse()
-    sidecar.write_text(json.dumps(values))
-    assert sum("holds other tokens" in fault for fault in faults(tmp_path)) == 2
-
-
-def test_a_manifest_with_a_bad_spec_names_the_field(tmp_path):
-    damaged(tmp_path)
-    manifest = tmp_path / "manifest.json"
-    values = json.loads(manifest.read_text())
-    values["config"]["dtype"] = "int3"
-    manifest.write_text(json.dumps(values))
-    with pytest.raises(EyasError, match=r"config\.dtype"):
-        StateStore(tmp_path)
-
-
 # --- reading
 
 
@@ -691,7 +525,7 @@ def test_several_threads_read_the_same_store(tmp_path, monkeypatch):
 def test_a_shard_is_an_ordinary_safetensors_file_with_aligned_tensors(tmp_path):
     from safetensors.torch import load_file
 
-    damaged(tmp_path, "fp8")
+    finished(tmp_path, [make_row(i, 20) for i in range(4)], "fp8")
     shard = tmp_path / "states-w0-00000.safetensors"
     assert load_file(shard)["aux"].dtype == torch.float8_e4m3fn
     header_length = int.from_bytes(shard.read_bytes()[:8], "little")
@@ -704,88 +538,3 @@ def test_the_manifest_records_the_spec(tmp_path):
     finished(tmp_path, [make_row(0, 5)])
     assert StateStore(tmp_path).spec == spec()
     assert read_manifest(tmp_path).config == {**spec().to_json(), "layers": [2, 15, 27]}
-
-
-# --- top log-probabilities in place of final states
-
-
-def top_spec(dtype: str = "bfloat16", k: int = 6) -> StateSpec:
-    return replace(spec(dtype), top_logprobs=k, vocab_digest="vocabulary")
-
-
-def make_top_row(seed: int, tokens: int, k: int = 6) -> StateRow:
-    generator = torch.Generator().manual_seed(seed)
-    row = make_row(seed, tokens)
-    logprob = (torch.randn(tokens, k, generator=generator) * 3).log_softmax(-1).sort(-1, descending=True).values
-    index = torch.randint(1 << 16, (tokens, k), generator=generator).int()
-    rest, outside = torch.rand(2, tokens, generator=generator)
-    return replace(row, final_TH=row.final_TH[:, :0], top=TopLogProbs(index, logprob, rest, outside))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_log_probabilities_come_back_as_float16_and_indices_and_masses_exactly(tmp_path, dtype):
-    rows = {row.key: row for row in (make_top_row(seed, 3 + seed) for seed in range(5))}
-    with StateWriter(tmp_path, top_spec(dtype), 2000) as writer:
-        for row in rows.values():
-            writer.add(row)
-    finish_store(tmp_path, {})
-    store = StateStore(tmp_path)
-    assert store.spec == top_spec(dtype)
-    assert store.verify() == []
-    for i, key in enumerate(store.keys):
-        read, row = store.read(i), rows[key]
-        assert torch.equal(read.ids_T, row.ids_T)
-        assert read.final_TH.shape == (len(row.ids_T), 0)
-        assert torch.equal(read.top.index_NK, row.top.index_NK)
-        assert torch.equal(read.top.rest_N, row.top.rest_N)
-        assert torch.equal(read.top.outside_N, row.top.outside_N)
-        assert torch.equal(read.top.logprob_NK, row.top.logprob_NK.half())
-        assert read.aux_TA.shape == row.aux_TA.shape
-
-
-def test_a_token_of_kimis_takes_at_most_22_500_bytes():
-    kimi = StateSpec((2, 30, 58), 7168, "fp8", 163840, "target", "tokens", 128, "vocabulary")
-    assert kimi.bytes_per_token() == 3 * 7168 + 2 * 3 * 56 + 128 * 4 + 8 + 5
-    assert kimi.bytes_per_token() <= 22_500
-
-
-def test_what_a_shard_takes_is_what_the_spec_says(tmp_path):
-    with StateWriter(tmp_path, top_spec("fp8"), MB) as writer:
-        writer.add(make_top_row(0, 50))
-    header = read_header(next(tmp_path.glob("*.safetensors")))
-    assert sum(entry.end - entry.start for entry in header.tensors.values()) == 50 * top_spec("fp8").bytes_per_token()
-
-
-def test_a_spec_with_final_states_is_written_as_stores_always_were():
-    assert set(spec().to_json()) == {"layers", "hidden_size", "dtype", "vocab_size", "target_digest", "tokenizer_digest"}
-    assert top_spec().to_json() == {**spec().to_json(), "top_logprobs": 6, "vocab_digest": "vocabulary"}
-
-
-def test_log_probabilities_of_another_vocabulary_do_not_join_a_store(tmp_path):
-    StateWriter(tmp_path, top_spec(), MB).close()
-    with pytest.raises(EyasError, match="vocab_digest"):
-        StateWriter(tmp_path, replace(top_spec(), vocab_digest="another"), MB)
-
-
-def test_a_row_with_final_states_does_not_fit_a_store_of_log_probabilities_nor_the_other_way_round(tmp_path):
-    with StateWriter(tmp_path / "top", top_spec(), MB) as writer:
-        with pytest.raises(ValueError, match=r"final has shape|log-probabilities are missing"):
-            writer.add(make_row(0, 4))
-        with pytest.raises(ValueError, match=r"index has shape \[4, 5\], expected \[4, 6\]"):
-            writer.add(make_top_row(0, 4, k=5))
-    with StateWriter(tmp_path / "final", spec(), MB) as writer, pytest.raises(ValueError, match="none that this store holds"):
-        writer.add(make_top_row(0, 4))
-
-
-def test_impossible_tokens_are_stored_as_the_least_log_probability_and_nan_is_refused(tmp_path):
-    row, broken = make_top_row(0, 4), make_top_row(1, 4)
-    row.top.logprob_NK[2, 5] = -torch.inf
-    broken.top.logprob_NK[1, 1] = torch.nan
-    with StateWriter(tmp_path, top_spec(), MB) as writer:
-        writer.add(row)
-        with pytest.raises(NotFinite, match="log-probabilities"):
-            writer.add(broken)
-    finish_store(tmp_path, {})
-    read = StateStore(tmp_path).read(0)
-    assert float(read.top.logprob_NK[2, 5]) == -65504
-    assert float(read.top.logprob_NK[2, 5].float().exp()) == 0
